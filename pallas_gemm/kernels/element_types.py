@@ -94,7 +94,7 @@ def why_promoted(operands: AbstractSet[np.dtype]) -> str | None:
 def why_no_kernel(
     operands: AbstractSet[np.dtype], result: np.dtype, *, widened: bool = True
 ) -> str | None:
-    """Returns why these types are no kernel's, whatever else a product is; None if one may take it.
+    """Returns why no kernel takes these types, whatever else a product is; None if one may.
 
     A result of int8 is what JAX promotes int8 to: XLA rounds to it within the product.
 

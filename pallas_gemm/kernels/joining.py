@@ -9,9 +9,9 @@
 Where only the last tiles are cut (`GemmConfig.split_last`), a kernel for the others comes first,
 and the last one stores beside what that one has stored.
 
-Results are the same in every run, whichever piece is computed first. Had the clusters of one kernel
-to await each other instead, they would count arrivals from zero, and it takes a kernel to make that
-zero: on an H200, 512 x 512 x 16384 takes as long.
+Results are the same in every run, whichever piece is computed first. If clusters of one kernel
+awaited each other, another kernel would first have to zero their counters: on an H200, 512 x 512 x
+16384 takes as long.
 
 Here is what both architectures' kernels share: where summands lie and how they are added up.
 """

@@ -33,7 +33,7 @@ class Factors(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """What a kernel is given: arrays, which are references inside of it; None for what it is not.
+    """Arrays that a kernel is given, which are references inside of it. None for what is not given.
 
     Attributes:
         factors: The arrays to multiply: one pair, or one for each array that the operands are in.

@@ -76,7 +76,7 @@ def why_whole(decision: Decision, form: Form) -> str | None:
     plan = decision.plan
     if plan is None:
         return decision.reason
-    if plan.architecture.of_parts is None:
+    if not plan.architecture.takes_parts:
         return f"the {plan.architecture.name} kernel takes no parts of arrays"
     if plan.realigned.passes or plan.realigned.steps or plan.realigned.unfused:
         return "operands are made ready for the kernel"

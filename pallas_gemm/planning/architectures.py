@@ -1,39 +1,25 @@
 """The GPU architectures that there are kernels for, and what planning has to know of each."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.kernels.blackwell import config as blackwell_config
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
-from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import config as hopper_config
 from pallas_gemm.kernels.hopper import problems as hopper_problems
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.hopper.widened import problems as widened_problems
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
-from pallas_gemm.kernels.windows import Window
-from pallas_gemm.planning import costs
+from pallas_gemm.kernels.windows import WHOLE, Window
 from pallas_gemm.planning.candidates import blackwell as blackwell_candidates
 from pallas_gemm.planning.candidates import hopper as hopper_candidates
 from pallas_gemm.planning.candidates import widened as widened_candidates
 from pallas_gemm.planning.candidates.draft import Draft, complete
 from pallas_gemm.problem import Problem
-
-
-class Collective(NamedTuple):
-    """How a kernel exchanges rows with other devices while it computes.
-
-    Attributes:
-        refusals: Why a config's kernel cannot exchange such rows.
-        build: Makes the function of the operands from problem, config, device, exchange and the
-            type of the result. It returns the result, and after it the rows that were gathered.
-    """
-
-    refusals: Callable[[Problem, Any, Exchange], Iterable[str]]
-    build: Callable[[Problem, Any, Device, Exchange, Any], Callable[..., Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,14 +37,19 @@ class Architecture:
         drafts: The heuristics consider these drafts of configs for a problem. Where tiles are to be
             cut along k in one way, all of them cut tiles so.
         build: Makes the function of the operands from problem, config, device and the simulator's
-            parameters (False on a GPU). It imports the kernel, and with it 1.3 s of JAX's compiler
-            for kernels that a program without a kernel does not need.
-        costs: The costs that predictions count for its kernel.
-        collective: How its kernel exchanges rows with other devices, None if it does not.
+            parameters (False on a GPU), and where it takes parts of larger arrays from their window
+            (`windows.py`). It imports the kernel, and with it 1.3 s of JAX's compiler for kernels
+            that a program without a kernel does not need.
+        row_cycles: Cycles of TMA for each row of `STEP_BYTES` that a CTA loads.
+        gpc_bytes_per_cycle: Bytes that the tiles of one GPC read from the L2. Bytes that several of
+            them read at a time count once.
+        fitted: Predictions were fitted to what was measured, so that they say something beside
+            XLA's time. Others choose among configs only.
+        collective: Imports the module by which its kernel exchanges rows with other devices, which
+            has `refusals` and `build`; None if it does not.
         needs_proof: Nobody has run it yet: it is taken unasked only where it was proven.
         seconds: Predicts the time of a config; None if `prediction.py` does.
-        of_parts: Makes the same as `build` of parts of larger arrays (`windows.py`), from problem,
-            config, device, window and the simulator's parameters; None if its kernel takes none.
+        takes_parts: Its kernel takes parts of larger arrays.
     """
 
     name: str
@@ -68,26 +59,22 @@ class Architecture:
     config: type[GemmConfig]
     problem_refusals: Callable[[Problem, Device], Iterable[str]]
     drafts: Callable[..., Iterable[Draft[Any]]]
-    build: Callable[[Problem, Any, Device, Any], Callable[..., Any]]
-    costs: costs.Costs
-    collective: Collective | None = None
+    build: Callable[..., Callable[..., Any]]
+    row_cycles: float = 0.0
+    gpc_bytes_per_cycle: float = math.inf
+    fitted: bool = False
+    collective: Callable[[], Any] | None = None
     needs_proof: bool = False
     seconds: Callable[[Problem, Any, Device], float] | None = None
-    of_parts: Callable[[Problem, Any, Device, Window, Any], Callable[..., Any]] | None = None
+    takes_parts: bool = False
 
     def fits(self, device: Device) -> bool:
         """Whether the kernel's instructions exist on a GPU."""
         return device.compute_capability[: len(self.capability)] == self.capability
 
 
-def _build_hopper(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
-    from pallas_gemm.kernels.hopper import kernel
-
-    return kernel.build(HopperPlan(problem, config, device, interpret=interpret))
-
-
-def _build_hopper_of_parts(
-    problem: Problem, config: Any, device: Device, window: Window, interpret: Any
+def _build_hopper(
+    problem: Problem, config: Any, device: Device, interpret: Any, window: Window = WHOLE
 ) -> Any:
     from pallas_gemm.kernels.hopper import kernel
 
@@ -106,16 +93,10 @@ def _build_widened(problem: Problem, config: Any, device: Device, interpret: Any
     return kernel.build(WidenedPlan(problem, config, device, interpret=interpret))
 
 
-def _exchange_refusals_of_hopper(problem: Problem, config: Any, exchange: Exchange) -> Any:
+def _hopper_among_devices() -> Any:
     from pallas_gemm.kernels.hopper.devices import collective
 
-    return collective.refusals(problem, config, exchange)
-
-
-def _build_hopper_among_devices(problem: Problem, config: Any, *rest: Any) -> Any:
-    from pallas_gemm.kernels.hopper.devices import collective
-
-    return collective.build(problem, config, *rest)
+    return collective
 
 
 def _build_blackwell(problem: Problem, config: Any, device: Device, interpret: Any) -> Any:
@@ -141,9 +122,11 @@ ARCHITECTURES = (
         lambda problem, _: hopper_problems.refusals(problem),
         hopper_candidates.drafts,
         _build_hopper,
-        costs.HOPPER,
-        Collective(_exchange_refusals_of_hopper, _build_hopper_among_devices),
-        of_parts=_build_hopper_of_parts,
+        row_cycles=1.3,
+        gpc_bytes_per_cycle=490.0,
+        fitted=True,
+        collective=_hopper_among_devices,
+        takes_parts=True,
     ),
     Architecture(
         "blackwell",
@@ -154,7 +137,11 @@ ARCHITECTURES = (
         blackwell_config.problem_refusals,
         complete(blackwell_candidates.candidates),
         _build_blackwell,
-        costs.BLACKWELL,
+        # Each CTA of a pair loads half of the right operand: one CTA with tiles of 128 x 256 is
+        # then 6% slower, as in JAX's tutorial on a B200. With Hopper's way to the L2, two CTAs
+        # would read no more than a pair does, which by the article on a B200 is 1.5 times as much.
+        # Nobody has measured either.
+        row_cycles=1.43,
         needs_proof=True,
     ),
 )
@@ -168,7 +155,6 @@ WIDENED = Architecture(
     lambda problem, _: widened_problems.refusals(problem),
     complete(widened_candidates.candidates),
     _build_widened,
-    costs.HOPPER,
     seconds=widened_candidates.seconds,
 )
 """Hopper, with its kernel for weights of few bits."""

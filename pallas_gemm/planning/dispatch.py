@@ -22,7 +22,7 @@ from pallas_gemm.planning.plans import Plan
 from pallas_gemm.problem import Problem
 
 OTHER_GPU = "it needs compute capability"
-"""How the reason begins why a kernel is out of the question on a GPU."""
+"""How a reason begins that says that a kernel is for other GPUs."""
 WIDENED_ROWS = 4096
 """With fewer rows the kernel for weights of few bits is faster: six products of int4 with 256 to
 2048 rows take 0.38 to 0.87 of XLA's time on an H100. 4096 x 14336 x 4096 takes 647 us for 657,

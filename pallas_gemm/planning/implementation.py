@@ -69,10 +69,9 @@ def of_parts(decision: Decision, window: Window) -> Callable[..., Any]:
     """Returns the kernel of a decision, which takes parts of arrays where they begin."""
     plan = decision.plan
     assert plan is not None
-    build = plan.architecture.of_parts
-    assert build is not None
-    simulator = decision.implementation == "interpret" and _simulator(plan.realigned.problem)
-    return build(plan.realigned.problem, plan.config, plan.device, window, simulator)
+    problem, build = plan.realigned.problem, plan.architecture.build
+    simulator = decision.implementation == "interpret" and _simulator(problem)
+    return build(problem, plan.config, plan.device, simulator, window)
 
 
 def _as_elements_fit(

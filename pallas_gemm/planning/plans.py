@@ -132,7 +132,7 @@ def _with_config(
     # Without the epilogue, a gated product is two.
     runs = (problem.sums if realigned.unfused else 1) * realigned.kernels
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
-    seconds += runs * prediction.pass_seconds(realigned, device)
+    seconds += runs * prediction.passes_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
     # The kernel was timed with its rounding.
     more = [step for step in realigned.passes if step.action != "round"]

@@ -5,8 +5,8 @@ what it needs: the tensor cores, the TMA unit, the latency of memory shared out 
 ring, and the way of the tiles of one GPC to the L2. Each tile adds what its epilogue cannot hide.
 The kernel takes that, or as long as memory needs, or a little longer where both are close.
 
-The constants, and those of Hopper in `costs.py`, are a fit to bursts of random products on an H200,
-bfloat16, float16 and float8 from 2 us to 7 ms: seeds 1 and 2, and the orders, of
+The constants, and those of Hopper in `architectures.py`, are a fit to bursts of random products on
+an H200, bfloat16, float16 and float8 from 2 us to 7 ms: seeds 1 and 2, and the orders, of
 `bench/results/h200_random_kernels.csv`. The fit has not seen seed 3, the choice of its terms has.
 There, half of the predictions are within 4%, and nine of ten within 11%; the configs that they
 choose are 1% slower than the fastest that were tried.
@@ -22,7 +22,6 @@ from pallas_gemm.device import Device
 from pallas_gemm.kernels.functions import words
 from pallas_gemm.planning import bands
 from pallas_gemm.planning.architectures import Architecture
-from pallas_gemm.planning.costs import Costs
 from pallas_gemm.planning.realign import Realigned, Step
 from pallas_gemm.problem import ROW_BYTES, Problem
 from pallas_gemm.program import ARGMAX, LOGSUMEXP
@@ -129,8 +128,7 @@ def seconds(
     per_cycle = architecture.flops_per_cycle * device.machine.tensor_share
     step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
     multiply = rows * cols * step_bytes / per_cycle + config.scaling_cycles(problem)
-    costs = architecture.costs
-    loading = costs.row_cycles * (rows + config.loaded_columns)
+    loading = architecture.row_cycles * (rows + config.loaded_columns)
     loops = _loops(problem, config, device)
     waves, steps = (
         sum(loop.waves for loop in loops),
@@ -138,7 +136,7 @@ def seconds(
     )
     # A ring that holds all steps is filled once.
     refills = waves > 1 or config.stages < steps
-    waits = 0.0 if at_least else _waiting(problem, config, device, costs, refills=refills)
+    waits = 0.0 if at_least else _waiting(problem, config, device, architecture, refills=refills)
     step = STEP_CYCLES + max(multiply, loading * (step_bytes / STEP_BYTES), waits)
     stored = (2 if problem.symmetric else 1) * rows * cols
     between = _between_tiles(problem, config, stored, loops[0].steps * multiply)
@@ -162,14 +160,19 @@ def seconds(
 
 
 def _waiting(
-    problem: Problem, config: GemmConfig, device: Device, costs: Costs, *, refills: bool
+    problem: Problem,
+    config: GemmConfig,
+    device: Device,
+    architecture: Architecture,
+    *,
+    refills: bool,
 ) -> float:
     """Returns how many cycles a step waits for memory and for other tiles of its GPC."""
     step_bytes = config.tile_k(problem) * problem.a_dtype.itemsize
     neighbours = bands.rows_of_neighbours(problem, config, device) * step_bytes
     return max(
         refills * LATENCY_CYCLES / max(1, config.stages - 1),
-        neighbours / costs.gpc_bytes_per_cycle,
+        neighbours / architecture.gpc_bytes_per_cycle,
         config.awaited_cycles(problem),
     )
 
@@ -274,12 +277,16 @@ def _join_cycles(problem: Problem, config: GemmConfig, cut: _Loops, device: Devi
     return JOIN_CYCLES + HAND_OVER_CYCLES * handed_over + SUMMAND_CYCLES * summands
 
 
-def pass_seconds(realigned: Realigned, device: Device) -> float:
+def pass_seconds(moved: float, device: Device) -> float:
+    """Predicts how long a pass takes that reads and writes `moved` bytes of memory."""
+    return LAUNCH_SECONDS + moved / (PASS_SHARE * device.machine.dram_bytes_per_second)
+
+
+def passes_seconds(realigned: Realigned, device: Device) -> float:
     """Predicts the time of the passes over operands and result around a kernel."""
-    bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second
     dtype = realigned.problem.a_dtype
     counted = (_pass_bytes(step, dtype) for step in realigned.passes if step.bytes)
-    return sum(LAUNCH_SECONDS + count / bandwidth for count in counted)
+    return sum(pass_seconds(count, device) for count in counted)
 
 
 def _pass_bytes(step: Step, dtype: np.dtype) -> float:
@@ -301,15 +308,13 @@ def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> 
         return 0.0
     each = problem.sums * realigned.problem.out_dtype.itemsize + problem.out_dtype.itemsize
     each += problem.epilogue.residual * problem.added_dtype.itemsize
-    bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second
-    return LAUNCH_SECONDS + math.prod(problem.out_shape) * each / bandwidth
+    return pass_seconds(math.prod(problem.out_shape) * each, device)
 
 
 def program_seconds(problem: Problem, device: Device) -> float:
     """Predicts the time of the pass in which XLA applies a program to float32 sums."""
     each = 2 * problem.accumulator_dtype.itemsize + _stored_bytes(problem)
-    bandwidth = PASS_SHARE * device.machine.dram_bytes_per_second
-    return LAUNCH_SECONDS + math.prod(problem.out_shape) * each / bandwidth
+    return pass_seconds(math.prod(problem.out_shape) * each, device)
 
 
 def problem_bytes(problem: Problem) -> int:

@@ -23,8 +23,7 @@ from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import ONE, Contraction
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning import dispatch, prediction
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.level import Level
@@ -111,7 +110,7 @@ def _priced(level: Level, own: Dense, each: Dense, weights: "_Weights", how: How
     saved = own.seconds - decision.plan.seconds
     if level.only_reader(wide) is not None:
         # A pass over memory widens them.
-        saved += xla_time.pass_seconds(bytes_of(weights.values) + bytes_of(wide), how.device)
+        saved += prediction.pass_seconds(bytes_of(weights.values) + bytes_of(wide), how.device)
     return FewBits(own, call, dims, operands, cuts, weights.widening, saved) if saved > 0 else None
 
 

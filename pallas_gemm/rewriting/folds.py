@@ -32,7 +32,7 @@ from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused import Fused, fused_p
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning import prediction
 from pallas_gemm.planning.by_xla.fused import pass_share
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.elementwise import EXACT, VARIES, bytes_of
@@ -216,18 +216,18 @@ class Folder:
         """Returns how many seconds the passes take that XLA then does not make."""
         device = self._how.device
         moved = region.stock - region.left - sum(2 * bytes_of(x) for x in region.made)
-        launch = xla_time.pass_seconds(0, device)
-        return xla_time.pass_seconds(moved, device) - launch * (not region.is_pass)
+        launch = prediction.pass_seconds(0, device)
+        return prediction.pass_seconds(moved, device) - launch * (not region.is_pass)
 
     def _at_most(self, products: tuple[Dense, ...], region: Region) -> float:
         """Returns how many seconds it could save if its kernel had no more to do than the products.
 
         It is quicker to ask than to plan the kernel.
         """
-        device, launch = self._how.device, xla_time.pass_seconds(0, self._how.device)
+        device, launch = self._how.device, prediction.pass_seconds(0, self._how.device)
         shared = sum(bytes_of(own.factors[0]) for own in products[1:])
         stored = sum(bytes_of(own.out) for own in products) - sum(map(bytes_of, region.results))
-        less = xla_time.pass_seconds(shared + max(0, stored), device) - launch
+        less = prediction.pass_seconds(shared + max(0, stored), device) - launch
         return self._passes(region) + less + launch * len(products[1:])
 
     def _function(self, level: Level, region: Region, order: tuple[int, ...] = ()) -> Function:
@@ -286,7 +286,7 @@ def _seconds_of(
         return None
     factors, _ = fused.factors_of(call, signature)
     copies = copy_seconds(found.form, tuple(factors), call.out_dtype.itemsize, device)
-    spread = xla_time.pass_seconds(moved, device) if (moved := found.split.spread_bytes) else 0.0
+    spread = prediction.pass_seconds(moved, device) if (moved := found.split.spread_bytes) else 0.0
     is_pass = pass_share(found.decision.problem) == 1
     return found.decision.plan.seconds + copies + spread, is_pass
 

@@ -24,7 +24,7 @@ from pallas_gemm.op.contraction import Contraction, normal_dimension_numbers, of
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.op.product import product_p
-from pallas_gemm.planning import dispatch, scheme
+from pallas_gemm.planning import dispatch, prediction, scheme
 from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.problem import Problem
 
@@ -280,7 +280,7 @@ def copy_seconds(form: Form, factors: Signature, out_bytes: int, device: Device)
             total += (math.prod(shape) + math.prod(side.shape)) * dtype.itemsize
     if form.permutation is not None:
         total += 2 * math.prod(form.parts) * out_bytes
-    return xla_time.pass_seconds(total, device) if total else 0.0
+    return prediction.pass_seconds(total, device) if total else 0.0
 
 
 def _why(decision: dispatch.Decision) -> str:

@@ -23,7 +23,7 @@ from pallas_gemm.op import side_by_side
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import product, product_p
 from pallas_gemm.op.side_by_side import Half, SideBySide, side_by_side_p
-from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning import prediction
 from pallas_gemm.rewriting.elementwise import bytes_of, is_elementwise, variables
 from pallas_gemm.rewriting.folds import LEAST_SAVED, Fold, Folder
 from pallas_gemm.rewriting.inside import ALLOWED
@@ -230,7 +230,7 @@ def beside_of(level: Level, own: Dense, how: How, folder: Folder) -> Beside | No
         return None
     in_place = {i for i, _ in kernel.vectors(planned, [x.aval.shape for x in given]).values()}
     copied = [x for i, x in enumerate(region.operands) if x in cuts and i not in in_place]
-    copies = xla_time.pass_seconds(2 * sum(map(bytes_of, copied)), how.device) if copied else 0.0
+    copies = prediction.pass_seconds(2 * sum(map(bytes_of, copied)), how.device) if copied else 0.0
     fold = fold._replace(saved=fold.saved - copies)
     if fold.saved <= LEAST_SAVED * own.seconds:
         return None

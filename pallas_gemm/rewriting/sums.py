@@ -16,8 +16,7 @@ from pallas_gemm.op import lowering
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.sum_of_products import each_merged, merged_sum, sum_p
-from pallas_gemm.planning import dispatch
-from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning import dispatch, prediction
 from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How, avals_of
@@ -112,7 +111,7 @@ def sum_of(level: Level, own: Dense, ours: Mapping[Any, Dense], how: How) -> Sum
     if seconds is None:
         return None
     more = (len(members) - 1) * bytes_of(own.out)
-    read = xla_time.pass_seconds(more, how.device) - xla_time.pass_seconds(0, how.device)
+    read = prediction.pass_seconds(more, how.device) - prediction.pass_seconds(0, how.device)
     saved = sum(one.seconds for one in members) + read - seconds
     others = tuple(x for x in leaves if all(x is not one.out for one in members))
     return Sum(tuple(members), others, tuple(additions), call, saved)

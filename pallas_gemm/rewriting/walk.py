@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_gemm.kernels.functions import lines
-from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning import prediction
 from pallas_gemm.rewriting import kinds, products
 from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.few_bits import few_bits_of
@@ -261,7 +261,7 @@ class Rewriter:
         seconds = own.seconds
         if level.is_stored(before, but=turn):
             # Else the operation that makes it writes it transposed.
-            seconds += xla_time.pass_seconds(2 * bytes_of(before), self._how.device)
+            seconds += prediction.pass_seconds(2 * bytes_of(before), self._how.device)
         if new.seconds > seconds:
             return own
         unread.append(turn)

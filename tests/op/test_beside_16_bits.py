@@ -27,13 +27,13 @@ def drawn(*shape: int, seed: int = 0, dtype: Any = E4M3) -> jax.Array:
 @pytest.fixture(autouse=True)
 def _transposing_takes_long(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is small enough to be simulated would be transposed otherwise."""
-    real = prediction.pass_seconds
+    real = prediction.passes_seconds
 
     def slow(realigned: Any, device: Any) -> float:
         turned = any(own.operand == "b" and own.bytes for own in realigned.passes)
         return real(realigned, device) + turned
 
-    monkeypatch.setattr(prediction, "pass_seconds", slow)
+    monkeypatch.setattr(prediction, "passes_seconds", slow)
 
 
 def assert_widened(product: Any, *operands: Any, **named: Any) -> None:

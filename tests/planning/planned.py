@@ -177,7 +177,7 @@ def _lines(own: Asked, decision: Decision) -> Iterator[str]:
     yield f"{plan.source}: {_config(plan.config)}"
     parts = {
         "all": plan.seconds,
-        "passes": prediction.pass_seconds(realigned, plan.device),
+        "passes": prediction.passes_seconds(realigned, plan.device),
         "epilogue": prediction.epilogue_seconds(problem, realigned, plan.device),
         "kernel": prediction.seconds(
             realigned.problem, plan.config, plan.device, plan.architecture

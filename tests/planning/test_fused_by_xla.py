@@ -14,6 +14,7 @@ import pytest
 from pallas_gemm import accelerate, explain, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.functions import words
+from pallas_gemm.planning import prediction
 from pallas_gemm.planning.by_xla import copies, fused, xla_time
 from pallas_gemm.problem import Epilogue, Problem
 
@@ -44,7 +45,7 @@ def test_predictions_are_near_what_bias_and_relu_take(drawn: str, number: int) -
             taken = float(row["xla_us"]) * 1e-6
             bare = dataclasses.replace(own, epilogue=Epilogue())
             alone = xla_time.seconds(bare, H200) or 0
-            whole = xla_time.pass_seconds(xla_time._epilogue_bytes(own), H200)
+            whole = prediction.pass_seconds(xla_time._epilogue_bytes(own), H200)
             share = fused.pass_share(as_program(own))
             errors.append(abs(np.log((alone + share * whole) / taken)))
             of_passes.append(np.log((alone + whole) / taken))
@@ -140,7 +141,7 @@ def test_explain_counts_what_a_program_rounds_first_at_its_share() -> None:
         given = [jax.ShapeDtypeStruct(own, jnp.bfloat16) for own in ((8192, 1024), (1024, 4096))]
         found = explain(accelerate(layer), *given, jax.ShapeDtypeStruct((4096,), jnp.bfloat16))
     said = re.search(r"XLA +(\d+) us", str(found))
-    whole = xla_time.pass_seconds(xla_time._epilogue_bytes(WORDS), H200)
+    whole = prediction.pass_seconds(xla_time._epilogue_bytes(WORDS), H200)
     alone = xla_time.seconds(dataclasses.replace(WORDS, epilogue=Epilogue()), H200)
     assert said is not None
     assert alone is not None

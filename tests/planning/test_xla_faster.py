@@ -91,14 +91,9 @@ EDGES = {
         Problem(100001, 256, 256),
         "K=256 is short for so large a result",
     ),
-    "large of a batch": (
+    "large of longer sums": (
+        Problem(1024, 1024, 144, batch=173),
         Problem(1024, 1024, 128, batch=173),
-        Problem(1024, 1024, 128, batch=172),
-        "K=128 is short for so large a result",
-    ),
-    "large of groups": (
-        Problem(8192, 8192, 128, groups=2),
-        Problem(8192, 8192, 128),
         "K=128 is short for so large a result",
     ),
     "large of 8 bits": (
@@ -165,19 +160,19 @@ EDGES = {
         "K=512 is short",
     ),
     "small matrices": (
-        Problem(128, 128, 128, batch=2**15 - 1),
-        Problem(128, 128, 128, batch=2**15),
-        "32768 small matrices",
+        Problem(128, 128, 128, batch=531),
+        Problem(128, 128, 128, batch=532),
+        "K=128 is short for so large a result",
     ),
     "a little larger": (
-        Problem(136, 128, 128, batch=2**15),
-        Problem(128, 128, 128, batch=2**15),
-        "32768 small matrices",
+        Problem(136, 128, 128, batch=532),
+        Problem(128, 128, 128, batch=532),
+        "K=128 is short for so large a result",
     ),
-    "small matrices of few bytes": (
-        Problem(128, 128, 128, batch=2**15, epilogue=FUSED),
-        Problem(128, 128, 128, batch=2**15),
-        "32768 small matrices",
+    "small matrices with more to do": (
+        Problem(128, 128, 128, batch=532, epilogue=FUSED),
+        Problem(128, 128, 128, batch=532),
+        "K=128 is short for so large a result",
     ),
     "short as it is read": (
         Problem(4096, 2112, 768, transpose_b=True),
@@ -508,5 +503,5 @@ def test_an_order_that_is_named_is_taken_where_a_tuned_config_has_another(name: 
 def test_wide_results_are_xlas_only_of_one_product_and_nothing_else() -> None:
     alone = Problem(8192, 30000, 2048, out_dtype=jnp.float32)
     assert xla_faster._is_wide(alone)
-    for change in ({"batch": 2}, {"epilogue": FUSED}, {"groups": 4}, {"transpose_b": True}):
+    for change in ({"batch": 2}, {"epilogue": FUSED}, {"transpose_b": True}):
         assert not xla_faster._is_wide(dataclasses.replace(alone, **change))

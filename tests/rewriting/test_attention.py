@@ -14,6 +14,7 @@ from jax.extend import core
 
 from pallas_gemm import accelerate, explain, target
 from pallas_gemm.device import H200
+from pallas_gemm.planning import prediction
 from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.problem import Problem
 from pallas_gemm.rewriting import folds, products
@@ -170,7 +171,7 @@ def test_what_a_fold_copies_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folds, "copy_seconds", lambda *_: 0.0)
     copied = 2 * 2 * np.prod(shape.shape) * 2
     assert seconds_saved(f, shape, shape) - with_copies == pytest.approx(
-        xla_time.pass_seconds(copied, H200)
+        prediction.pass_seconds(copied, H200)
     )
 
 

@@ -12,7 +12,7 @@ from jax.extend import core
 
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.functions.split import Split
-from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning import prediction
 from pallas_gemm.rewriting import folds, regions
 from tests.reference import normal
 from tests.rewriting.test_attention import seconds_saved
@@ -106,7 +106,8 @@ def test_what_is_moved_to_load_a_mask_counts(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(Split, "spread_bytes", 0)
     # It becomes 16 bits, once for all heads.
     copied = (4 + 4 * 2) * 2048 * 2048
-    assert seconds_saved(*given) - with_moves == pytest.approx(xla_time.pass_seconds(copied, H200))
+    moving = prediction.pass_seconds(copied, H200)
+    assert seconds_saved(*given) - with_moves == pytest.approx(moving)
 
 
 @pytest.mark.parametrize("heads", [16, 4])

@@ -8,7 +8,7 @@ from jax.export import is_symbolic_dim
 
 from pallas_gemm.api.explaining.passes import Pass
 from pallas_gemm.device import Device
-from pallas_gemm.planning.by_xla import xla_time
+from pallas_gemm.planning import prediction
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.plans import Plan
 from pallas_gemm.rewriting.walk import Found
@@ -232,7 +232,7 @@ class Findings:
     def _moved(self, each: list[tuple[int, int]]) -> float:
         if self.device is None:
             return 0.0
-        return sum(times * xla_time.pass_seconds(size, self.device) for size, times in each)
+        return sum(times * prediction.pass_seconds(size, self.device) for size, times in each)
 
     @property
     def groups(self) -> tuple[Group, ...]:

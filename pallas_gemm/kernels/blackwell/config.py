@@ -7,8 +7,9 @@ from typing import ClassVar, NamedTuple, Self
 
 from pallas_gemm.config import FITTING, STEP_BYTES, STORE_COLUMNS, GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import element_types, sizes, symmetric
+from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.hardware import MAX_BARRIERS
+from pallas_gemm.kernels.refusals import of_sizes, of_symmetry
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
@@ -298,8 +299,8 @@ def problem_refusals(problem: Problem, device: Device) -> Iterator[str]:
         if asked:
             yield f"the Blackwell kernel {missing}"
     if problem.symmetric:
-        yield from symmetric.refusals(problem)
-    yield from sizes.refusals(problem, by_tma=True)
+        yield from of_symmetry(problem)
+    yield from of_sizes(problem, by_tma=True)
     for name, size, transposed, stored in (
         ("m", problem.m, problem.transpose_a, "a stored [k, m]"),
         ("n", problem.n, not problem.transpose_b, "b stored [k, n]"),

@@ -325,7 +325,7 @@ def _body(
 def build(plan: BlackwellPlan) -> Callable[..., Any]:
     """Returns the kernel of a plan: a function of a, b and what the epilogue takes.
 
-    These are, in this order: a second b if the result is gated, then bias, then residual.
+    A second b follows b if the result is gated, and the others are in the order of its program.
     """
     if plan.config.split_last and plan.computes == "all":
         return joining.last_cut(plan, build)

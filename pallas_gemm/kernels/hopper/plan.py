@@ -42,7 +42,7 @@ class Relay(NamedTuple):
         groups: How many there are at most.
         pieces: Into how many one is cut at most.
         rows: Rows of the table that it takes beyond one for each group, at most.
-        steps: A group of this number of steps is not cut.
+        steps: The most steps of a group that is not cut.
         tile_k: Contracted elements per step.
         multiple: Where loads of a group begin: see `work.SumCoding`.
     """

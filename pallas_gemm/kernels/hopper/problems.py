@@ -5,8 +5,9 @@ from collections.abc import Iterator
 import numpy as np
 
 from pallas_gemm.config import STEP_BYTES
-from pallas_gemm.kernels import element_types, sizes, symmetric
+from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.operand import PANEL
+from pallas_gemm.kernels.refusals import of_sizes, of_symmetry
 from pallas_gemm.problem import ROW_BYTES, Problem
 
 MOST_GROUPS = 1 << 15
@@ -45,8 +46,8 @@ def layout_refusals(problem: Problem) -> Iterator[str]:
     if problem.blocks is not None:
         yield from _block_refusals(problem)
     yield from _transposed_refusals(problem) if problem.transpose_out else ()
-    yield from symmetric.refusals(problem) if problem.symmetric else ()
-    yield from sizes.refusals(problem, by_tma=False)
+    yield from of_symmetry(problem) if problem.symmetric else ()
+    yield from of_sizes(problem, by_tma=False)
     if problem.ragged_k:
         yield from _ragged_refusals(problem)
     if problem.groups:

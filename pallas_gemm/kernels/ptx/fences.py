@@ -1,9 +1,5 @@
 """Fences between what threads and the asynchronous units read and write."""
 
-from collections.abc import Callable
-from typing import Any
-
-from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.ptx.operation import Operation, Ptx
@@ -33,13 +29,13 @@ def after_arrival() -> None:
 @Operation
 def after_reading() -> None:
     """Lets an answer be overwritten that this role has read."""
-    _fence("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;")
+    Ptx("fence.proxy.async::generic.release.sync_restrict::shared::cta.cluster;")()
 
 
 @Operation
 def before_asking() -> None:
     """Lets an answer be overwritten that all roles have read."""
-    _fence("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;")
+    Ptx("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;")()
 
 
 @after_reading.meaning
@@ -55,17 +51,9 @@ def _() -> None:
 @Operation
 def after_loads() -> None:
     """Lets TMA overwrite all that this thread has loaded from shared memory."""
-    _fence("fence.proxy.async.shared::cta;")
+    Ptx("fence.proxy.async.shared::cta;")()
 
 
 @after_loads.meaning
 def _() -> None:
     plgpu.commit_smem()
-
-
-def _fence(ptx: str) -> None:
-    def emit(_: Any) -> None:
-        utils.inline_ptx(ptx, has_side_effects=True)
-
-    inline: Callable[[], None] = plgpu.inline_mgpu()(emit)
-    inline()

@@ -89,7 +89,7 @@ class Groups(NamedTuple):
 
 
 class At(NamedTuple):
-    """The group that the guide has found.
+    """A group that was found, and where it begins.
 
     Attributes:
         group: The group.

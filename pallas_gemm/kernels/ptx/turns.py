@@ -19,7 +19,7 @@ from pallas_gemm.kernels.ptx.operation import Operation, Ptx
 from pallas_gemm.kernels.traced import Scalar
 
 FIRST = 8
-"""Number of the first of these barriers: Mosaic has those before."""
+"""Number of the first of these barriers. Mosaic uses those with lower numbers."""
 TWO = 2 * WARPGROUP_THREADS
 """Threads of a barrier: those that wait, and those that let them go on."""
 _GIVE = Ptx(f"{{ .reg .pred p; setp.eq.s32 p, $0, $1; @p bar.arrive {FIRST}, {TWO}; }}")

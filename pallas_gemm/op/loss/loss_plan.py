@@ -122,7 +122,7 @@ def takes_parts(target: Device | None, tokens: Any, width: Any, words: Any, item
         itemsize: Bytes of an element of the operands.
     """
     own = None if target is None else architecture_of(target)
-    if own is None or own.of_parts is None or itemsize != HALF:
+    if own is None or not own.takes_parts or itemsize != HALF:
         return False
     sizes = (tokens, width, words)
     return not any(map(is_symbolic_dim, sizes)) and width % ALIGNED == words % ALIGNED == 0

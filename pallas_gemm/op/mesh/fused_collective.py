@@ -187,7 +187,7 @@ def _planned(call: Call, whole: Signature, exchange: Exchange) -> plans.Plan | s
         return plan.realigned.unfused or "the operands or the result are realigned"
     why: str | None = "no config is legal"
     for candidate in _candidates(call, plan):
-        why = next(iter(collective.refusals(problem, candidate.config, exchange)), None)
+        why = next(collective().refusals(problem, candidate.config, exchange), None)
         if why is None:
             return candidate
     return str(why)
@@ -204,7 +204,7 @@ def _traced_once(
 ) -> Callable[..., Any]:
     """Returns a function whose kernel is traced once, however many layers call it."""
     assert architecture.collective is not None
-    return jax.jit(architecture.collective.build(problem, config, device, exchange, out_dtype))
+    return jax.jit(architecture.collective().build(problem, config, device, exchange, out_dtype))
 
 
 def why_not_among(module: Any) -> str | None:

@@ -1,7 +1,7 @@
 """Where XLA was measured to be faster than the kernels: the products that dispatch leaves to it.
 
 Each rule gives its reason, and its docstring the measurement. They count only where nothing is
-named: an implementation, a config or a schedule is what the caller wants.
+named: an implementation, a config or a schedule is what the caller wants. Groups have no rule.
 """
 
 from collections.abc import Callable
@@ -18,29 +18,28 @@ from schedules.model import SECTOR_BYTES
 SHORT_ROW = 1024
 """Elements up to which it tells that a row of a transposed left operand begins within a line."""
 FEW_COLUMNS = 2048
-"""Up to which a transposed left operand of few rows does well."""
+"""With up to this many columns, a transposed left operand of few rows is fast."""
 ROWS_BY_SPLIT_LINES = 128
-"""Up to which rows of a right operand stored [k, n] may begin within a line."""
+"""In results with up to this many rows, rows of b stored [k, n] may begin within a cache line."""
 SHORT_SPLIT_LINES, COLUMNS_BY_SPLIT_LINES = 256, 1024
-"""Likewise: the longest sums, and the most columns."""
+"""They may also with sums up to the first, and columns up to the second."""
 MANY_RESULTS, MANY_SHORTEST, MANY_AS_READ = 4096 * 4096, 12_000_000, 8_700_000
 """Elements from which on a product with a short K is XLA's: however it is stored, up to K=512, and
 where it is stored as the tensor cores read it."""
-LARGE, LARGE_SUM, LARGE_COLUMNS, LARGE_BATCH = 25_000_000, 128, 256, 172
+LARGE, LARGE_SUM, LARGE_COLUMNS = 25_000_000, 128, 256
 """Elements from which on memory bounds a product, with sums up to the second. Sums of one product
 may be twice as long where there are no more columns than the third. Nobody has measured that with a
-transposed left operand, and larger batches than the fourth."""
-HALF_STEP, HALF_STEP_RESULTS, HALF_STEP_BATCH = 32, 2**20, 328
-"""The longest sums of less than a step, the fewest elements of their results, and the largest batch
-that was measured."""
+transposed left operand."""
+SMALL, LARGE_OF_SMALL = 128, 8_700_000
+"""The same of a batch of matrices, none of whose sides is longer than the first."""
+HALF_STEP, HALF_STEP_RESULTS = 32, 2**20
+"""The longest sums of less than a step, and the fewest elements of their results."""
 WHOLE_ROWS = 64
-"""Up to K=512, the rows that XLA computes are a multiple of this."""
+"""With K up to 512, results are left to XLA if their rows are a multiple of this."""
 TINY_ROWS, TINY_COLUMNS, TINY_BYTES = 16, 640, 20 * STEP_BYTES
 """The most of a result that takes few tiles, and the longest rows of K that are not cut."""
 ONE_TILE = 64
 """The most rows and columns of a result whose operands begin anywhere."""
-SMALL, SMALL_BATCH = 128, 2**15
-"""XLA computes a batch of at least this number of matrices, if no side is longer."""
 NARROW_FUSED = 512
 """The longest sums of a narrow result that are XLA's whatever follows them."""
 NARROW_STEP, NARROW_WHOLE, NARROW_LONGEST, NARROW_ROWS = 128, 1024, 4096, 4096
@@ -166,14 +165,17 @@ def large(problem: Problem) -> str | None:
     Kernels also keep the 17 with bias and relu. They run at 0.75 to 1.50, at 0.98.
 
     14 batches of `h200_short_k.csv` run at 0.64 to 1.05, at 0.909, with K from 16 to 128.
+    66 batches of small matrices run at 0.43 to 1.17, at 0.908 (seeds 4 and 5 of
+    `h200_small_matrices.csv`). Seed 6 judges the rule: 27 run at 0.40 to 1.06, at 0.796.
     """
     widths = problem.a_dtype.itemsize, problem.b_dtype.itemsize, problem.out_dtype.itemsize
-    is_plain = not problem.in_groups and not problem.terms and problem.batch <= LARGE_BATCH
-    is_large = problem.batch * problem.m * problem.n >= LARGE and problem.epilogue.is_identity
     is_one = problem.batch == 1
+    is_small = not is_one and max(problem.m, problem.n) <= SMALL
+    least = LARGE_OF_SMALL if is_small else LARGE
+    is_large = problem.batch * problem.m * problem.n >= least and problem.epilogue.is_identity
     has_few_columns = problem.n <= LARGE_COLUMNS and not problem.transpose_a and is_one
     longest = LARGE_SUM * (2 if has_few_columns else 1)
-    if widths != (2, 2, 2) or not is_plain or not is_large or problem.k > longest:
+    if widths != (2, 2, 2) or problem.terms or not is_large or problem.k > longest:
         return None
     return f"K={problem.k} is short for so large a result"
 
@@ -184,11 +186,10 @@ def half_steps(problem: Problem) -> str | None:
     21 products of `h200_short_k.csv` show it on an H200, in bfloat16. Kernels run at 0.63 to 1.05
     times its speed, at 0.89 in geometric mean. 11 that were drawn later run at 0.66 to 1.04, at
     0.88, and 19 in `h200_odd_batches.csv`, `h200_short_sums.csv` and `h200_large_results.csv` at
-    0.35 to 0.98.
+    0.35 to 0.98. 26 larger batches of `h200_small_matrices.csv` run at 0.44 to 1.25, at 0.894.
     """
     widths = problem.a_dtype.itemsize, problem.b_dtype.itemsize, problem.out_dtype.itemsize
-    is_plain = widths == (2, 2, 2) and not problem.in_groups and not problem.terms
-    is_plain = is_plain and problem.batch <= HALF_STEP_BATCH
+    is_plain = widths == (2, 2, 2) and not problem.terms
     is_large = problem.batch * problem.m * problem.n >= HALF_STEP_RESULTS
     if not is_plain or not problem.epilogue.is_identity or problem.k > HALF_STEP or not is_large:
         return None
@@ -234,28 +235,16 @@ def narrow(problem: Problem) -> str | None:
     runs at 1.32, and 1322 x 4 x 14112 at 3.51.
     """
     widths = problem.a_dtype.itemsize, problem.b_dtype.itemsize
-    is_one = problem.batch == 1 and not problem.in_groups and not problem.terms
+    is_one = problem.batch == 1 and not problem.terms
     if problem.n >= odd_sizes.NARROW or widths != (2, 2) or not is_one or problem.transpose_a:
         return None
     k = problem.k
     is_whole = k % NARROW_STEP == 0 and k <= odd_sizes.NARROW_SUM
     is_long = k % NARROW_WHOLE == 0 and k <= NARROW_LONGEST and problem.m <= NARROW_ROWS
     is_alone = problem.epilogue.is_identity and (is_whole or is_long)
-    if k % 8 or not (k <= NARROW_FUSED or is_alone):
+    if not (k <= NARROW_FUSED or is_alone):
         return None
     return f"a result with n={problem.n} is narrow"
-
-
-def small_matrices(problem: Problem) -> str | None:
-    """A large batch of matrices, each of a tile and two steps of k, is bound by memory.
-
-    60,000 and 70,000 products of 128 x 128 x 128 run at 0.916 of XLA's speed on an H200. The order
-    may be a table or computed. With four other configs it is 0.944 at most.
-    """
-    is_small = max(problem.m, problem.n, problem.k) <= SMALL and problem.a_dtype.itemsize == 2
-    if problem.batch < SMALL_BATCH or not is_small or not problem.epilogue.is_identity:
-        return None
-    return f"{problem.batch} small matrices, which memory bounds"
 
 
 RULES: tuple[Callable[[Problem], str | None], ...] = (
@@ -267,15 +256,14 @@ RULES: tuple[Callable[[Problem], str | None], ...] = (
     tiny,
     vector,
     narrow,
-    small_matrices,
 )
 
 
 def why_xla(problem: Problem, faster: float = 1.0) -> str | None:
     """Returns why XLA is faster at a problem, None if no measurement says so.
 
-    Problems whose rows are not a multiple of 16 bytes are never left to XLA for that reason: at
-    8191 cubed it computes 165 TFLOP/s on an H200 where aligned rows give it 820.
+    No rule counts where rows are no multiple of 16 bytes, and no size is below 512: at 8191 cubed
+    XLA computes 165 TFLOP/s on an H200, where aligned rows give it 820.
 
     Args:
         problem: The product.
@@ -288,11 +276,11 @@ def why_xla(problem: Problem, faster: float = 1.0) -> str | None:
 
 
 def _speed(rule: Callable[[Problem], str | None], problem: Problem) -> float:
-    """Returns at which share of its predicted speed a kernel is counted that saves XLA's pass.
+    """Returns the share of a kernel's predicted speed that counts where it saves XLA a pass.
 
-    It is 0 if there is no pass, and where a rule does not ask how fast a kernel is.
+    It is 0 if there is no pass, and where a rule holds however fast the kernel is.
     """
-    if problem.in_groups or problem.epilogue.is_identity or rule not in (short_rows, misaligned):
+    if problem.epilogue.is_identity or rule not in (short_rows, misaligned):
         return 0.0
     if rule is short_rows:
         return OF_SHORT_ROWS
@@ -306,12 +294,12 @@ def _has_small_right(problem: Problem) -> bool:
     """Whether a right operand of one product of 16 bits stays in the cache."""
     widths = problem.a_dtype.itemsize, problem.b_dtype.itemsize, problem.out_dtype.itemsize
     is_small = problem.k <= SHORT_SPLIT_LINES and problem.n <= COLUMNS_BY_SPLIT_LINES
-    return is_small and widths == (2, 2, 2) and problem.batch == 1 and not problem.in_groups
+    return is_small and widths == (2, 2, 2) and problem.batch == 1
 
 
 def _is_wide(problem: Problem) -> bool:
     """Whether a large result of 16-bit operands stored [k, n] is float32, and nothing else."""
     widths = problem.a_dtype.itemsize, problem.out_dtype.itemsize
-    is_alone = problem.epilogue.is_identity and problem.batch == 1 and not problem.in_groups
+    is_alone = problem.epilogue.is_identity and problem.batch == 1
     large = problem.m * problem.n >= MANY_RESULTS
     return widths == (2, 4) and is_alone and large and not problem.transpose_b

@@ -31,6 +31,7 @@ from pallas_gemm.planning.architectures import architecture_of
 from pallas_gemm.planning.by_xla import copies, few_outputs, odd_sizes
 from pallas_gemm.planning.by_xla.fused import pass_share
 from pallas_gemm.planning.precision import kernel_refusal
+from pallas_gemm.planning.prediction import pass_seconds
 from pallas_gemm.planning.scheme import HIGHEST, NINE, THREE, Scheme, scheme
 from pallas_gemm.problem import Epilogue, Problem
 
@@ -99,7 +100,7 @@ def seconds(problem: Problem, device: Device, precision: Any = None) -> float | 
         and GPUs that are not Hopper's.
     """
     own = architecture_of(device)
-    if own is None or not own.costs.fitted:
+    if own is None or not own.fitted:
         return None
     sizes = (problem.batch, problem.m, problem.n, problem.k)
     if any(map(is_symbolic_dim, (*sizes, problem.groups))) or 0 in sizes:
@@ -229,12 +230,6 @@ def _single_share(problem: Problem) -> float:
     of_columns = any(own.kind == "n" for own in words.program(problem).operands)
     is_odd = of_columns and problem.n % FLOATS_AT_ONCE
     return ODD_PASS if is_odd and share == 1 else share
-
-
-def pass_seconds(moved: float, device: Device) -> float:
-    """Predicts how long a pass takes that reads and writes `moved` bytes of memory."""
-    bandwidth = prediction.PASS_SHARE * device.machine.dram_bytes_per_second
-    return prediction.LAUNCH_SECONDS + moved / bandwidth
 
 
 def _epilogue_bytes(problem: Problem) -> int:

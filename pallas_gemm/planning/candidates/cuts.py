@@ -21,9 +21,9 @@ IDLE_WITH_FEW_ROWS = 3
 takes 9.5 us in 6 pieces of k and 15.7 whole, where XLA takes 12.9. 12 x 1152 x 9216 takes 8.8 us in
 7 pieces and 16.9 whole, where XLA takes 9.6."""
 FEWEST_STEPS = 8
-"""Of a piece of k: with fewer, its sum takes longer to hand over than to compute."""
+"""The fewest steps of a piece of k: the sum of fewer is sooner computed than handed over."""
 MOST_WAVES = 3
-"""Of pieces of k: each takes part of the L2 until it is joined."""
+"""The most waves of pieces of k: each takes part of the L2 until it is joined."""
 MOST_PARTS_OF_PIECE = 2
 """Promised parts of a piece. Pieces of more leave too much: 512 x 1024 x 16384 in 16 parts takes
 34.2 us on an H200 in four pieces, and 33.5 whole. And the L2 must hold all sums that pieces leave:

@@ -1,7 +1,7 @@
 """The tiles of the Hopper kernel that the heuristics choose among, and how they are shared."""
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from pallas_gemm.config import STEP_BYTES
@@ -21,6 +21,8 @@ COLUMNS = {
     128: (256, 240, 224, 208, 192, 176, 160, 144, 128, 112, 96, 16),
     64: (256, 240, 224, 208, 192, 176, 160, 128, 64, 32, 16),
 }
+NARROWEST = 16
+"""Columns of the narrowest tiles, for few columns or rows of a result."""
 IN_TURNS = (128, 128)
 """The tile that a consumer stores while the other one multiplies its own, where no consumer can
 store under its next tile. 24 products of 1024 x 4096 x 1024 with a residual take 295 us so on an
@@ -68,17 +70,11 @@ def forms(problem: Problem) -> Iterator[dict[str, Any]]:
     if problem.blocks is not None:
         yield from _forms_of_blocks(problem)
         return
-    ways = (False,) if problem.symmetric else (False, True)
-    heights = (written.ROWS,) if written.is_large(problem) else COLUMNS
-    for mirrored, rows in itertools.product(ways, heights):
-        for columns in _columns(rows, problem):
-            if _is_below_groups(rows, problem) or _is_part_of_groups(columns, problem):
-                continue
-            if _is_part_of_a_panel(columns, problem, mirrored=mirrored):
-                continue
-            if _is_filled(rows, columns, problem, mirrored=mirrored):
-                consumers = CONSUMERS[rows]
-                yield {"tile": (rows, columns), "consumers": consumers, "mirrored": mirrored}
+    is_large = written.is_large(problem) and max(problem.m, problem.n) > written.ROWS
+    of_one_height = _cooperative(problem, (written.ROWS,)) if is_large else ()
+    # A result of few columns may fill no such tile but the narrowest.
+    wide = [form for form in of_one_height if form["tile"][1] > NARROWEST]
+    yield from wide or _cooperative(problem, COLUMNS)
     if problem.symmetric or _is_stored_early(problem):
         yield {"tile": IN_TURNS, "pingpong": True}
     if _is_much(problem):
@@ -90,6 +86,20 @@ def forms(problem: Problem) -> Iterator[dict[str, Any]]:
     if _is_wide(problem):
         narrow = {} if problem.transpose_b else {"store_columns": WIDE_COLUMNS}
         yield {"tile": WIDE_IN_TURNS, "pingpong": True, "store_slots": 1} | narrow
+
+
+def _cooperative(problem: Problem, heights: Iterable[int]) -> Iterator[dict[str, Any]]:
+    """Yields the same of tiles of some heights, whose rows consumers share."""
+    ways = (False,) if problem.symmetric else (False, True)
+    for mirrored, rows in itertools.product(ways, heights):
+        for columns in _columns(rows, problem):
+            if _is_below_groups(rows, problem) or _is_part_of_groups(columns, problem):
+                continue
+            if _is_part_of_a_panel(columns, problem, mirrored=mirrored):
+                continue
+            if _is_filled(rows, columns, problem, mirrored=mirrored):
+                consumers = CONSUMERS[rows]
+                yield {"tile": (rows, columns), "consumers": consumers, "mirrored": mirrored}
 
 
 def _forms_of_blocks(problem: Problem) -> Iterator[dict[str, Any]]:

@@ -11,7 +11,7 @@ from pallas_gemm.problem import Problem
 SUMS_OF_XLA = 2 / 3
 """XLA may make several sums of a float32 result: at least this share of them is made here."""
 TILE_OF_XLA = (128, 256)
-"""Tiles by which XLA is taken to see how many SMs a product would leave idle."""
+"""We assume that XLA counts idle SMs with tiles of this size."""
 SHORTEST_SUM = 3
 """Steps of a partial sum: XLA makes four of 11 steps."""
 LONGEST_SUM_OF_8_BITS = 2048

@@ -98,7 +98,7 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
     Args:
         problem: A product whose right operand has few bits.
         device: The GPU.
-        cut: How tiles are to be cut along k: there is none that does.
+        cut: Must be None: no config of this kernel cuts tiles as it is told.
     """
     if cut is not None:
         return

@@ -35,7 +35,7 @@ def refusals(problem: Problem, config: HopperConfig, exchange: Exchange) -> Iter
 def build(
     problem: Problem, config: HopperConfig, device: Device, exchange: Exchange, out_dtype: Any
 ) -> Callable[..., Any]:
-    """Returns the function of the operands; see `Collective` in `planning/architectures.py`."""
+    """Returns the function of the operands: of the result, then of the rows that are gathered."""
     product = kernel.build(HopperPlan(problem, config, device, exchange))
     if exchange.gathers:
         return product

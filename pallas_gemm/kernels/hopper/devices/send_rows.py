@@ -4,9 +4,9 @@
 
 Each device multiplies its own rows first, then those of the next device, and so on. So each sends
 its rows to the device before it first, which needs them first. Rows that are sent together are a
-*load*. Loads are claimed from a counter: whichever CTAs run send everything. Were the loads dealt,
-devices could wait for each other for ever where the kernel of a collective keeps a CTA of ours from
-starting.
+*load*. Loads are claimed from a counter: whichever CTAs run send everything. If loads
+were dealt, devices could wait for each other for ever where the kernel of a collective keeps a CTA
+of ours from starting.
 
 The receiver's producers wait until all loads of a device have arrived (`arrived`, one semaphore for
 each), and then read them by TMA.

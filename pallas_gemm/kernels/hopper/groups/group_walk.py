@@ -34,7 +34,7 @@ PIECES, LAST_ROW = range(TOLD_HEADER)
 """The words before those of all slots: how many pieces there are, and the row after all groups."""
 CODING = work.GroupCoding()
 LOW = 64
-"""Rows of a tile that multiplies a matrix in less time than memory has it."""
+"""The most rows of a tile that is multiplied faster than memory delivers its matrix."""
 
 
 def share(cta: Cta, *, producing: bool) -> tiles.Share:

@@ -29,7 +29,7 @@ from pallas_gemm.kernels.hopper.tiling import TOLD_HEADER
 from pallas_gemm.kernels.ptx import words
 
 SHORT_STEPS = 8
-"""Of a piece, during which its successor might not be found: it is claimed a piece earlier."""
+"""The most steps of a piece that may end before the next one is found, which is claimed earlier."""
 
 PRODUCERS_WORD, GUIDES_WORD = range(TOLD_HEADER)
 """The words before those of all slots: one of each warp that loops (`warp_loop.py`)."""
