@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.api import arguments, request
+from pallas_gemm.api import arguments, blocks, request
 from pallas_gemm.api.extras import Result
 from pallas_gemm.call import Numerics, Operands, Options
 from pallas_gemm.kernels.functions import lines
@@ -97,7 +97,12 @@ def answer(
     if options.names_something and not on_mesh:
         signature = fused.signature_of((*own, *taken))
         check_named(options, fused.plan(call, dims, function, signature))
-    run = explicit_fused if explicit else fused.fused
+    run: Callable[..., Any] = fused.fused
+    if explicit:
+        given_sharding = how.get("out_sharding")
+        spec = getattr(given_sharding, "spec", given_sharding)
+        spec = blocks.cut_spec(spec, dims.whole or dims.out, dims.out)
+        run = functools.partial(explicit_fused, spec=spec)
     return jax.tree.unflatten(tree, run(call, dims, function, *own, *taken))
 
 

@@ -231,10 +231,22 @@ def _answer(
     _check_residual(asked, given.residual, transposed[0])
     on_mesh = mesh_context.is_on_mesh(*asked.operands.present())
     if asked.outside is not None or asked.result_sharding is not None:
+        if kind == "product":
+            # As it is written: `a @ b.T` has the same value, and another derivative.
+            asked = request.of_gemm(given, epilogue, options, **result)
         whole = answer(asked)
-        return whole if on_mesh else mirrored(whole)
+        return whole if on_mesh else _mirrored(whole)
     call = dataclasses.replace(asked.call, transpose_a=transposed[0], transpose_b=transposed[1])
     return _of_matrices(SymmetricCall.of(call, kind), asked)
+
+
+@jax.custom_jvp
+def _mirrored(whole: jax.Array) -> jax.Array:
+    """Returns a result whose halves are the same; its derivative is that of the whole product."""
+    return mirrored(whole)
+
+
+_mirrored.defjvp(lambda primals, tangents: (_mirrored(*primals), *tangents))
 
 
 def _check_residual(asked: Request, residual: Any, transpose: bool) -> None:

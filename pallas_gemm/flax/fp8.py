@@ -17,6 +17,7 @@ from flax.linen import fp8_ops
 
 from pallas_gemm.api.gemm import dot_general, gemm
 from pallas_gemm.api.recipe import Recipe, named
+from pallas_gemm.layers import per_channel
 from pallas_gemm.layers.eight_bits import split_as
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
@@ -74,7 +75,8 @@ def quantize(x: jax.Array, dtype: Any, state: State | None) -> tuple[Any, Any, S
     """Returns a tensor in 8 bits, its scale, and the state for the next step."""
     if state is None:
         amax = jnp.max(jnp.abs(x), initial=0).astype(jnp.float32)
-        scale, new = jnp.where(amax == 0, 1, amax / float(jnp.finfo(dtype).max)), None
+        scale = jnp.maximum(amax / float(jnp.finfo(dtype).max), per_channel.SMALLEST)
+        scale, new = jnp.where(amax == 0, 1, scale), None
     else:
         new = State(*fp8_ops.update_fp8_meta(x, dtype, *state))
         # In programs that accumulate gradients, of the type of Flax's that adds up as a maximum.

@@ -57,7 +57,7 @@ def finish(
     """
     problem = plan.problem
     program = shorter.shorter(words.program(problem))
-    made: dict[int, Any] = {i: x.astype(program.sum_dtype) for i, x in enumerate(sums)}
+    made: dict[int, Any] = {i: _sum(x, program.sum_dtype) for i, x in enumerate(sums)}
     loaded = [i for i, operand in enumerate(program.operands) if operand.kind == "mn"]
     first, shape = program.sums, (strip.rows[1], strip.cols[1])
 
@@ -79,6 +79,12 @@ def finish(
         inputs = [x if isinstance(x, Constant) else value(x) for x in step.inputs]
         made[number] = _run(plan, program, step, _alike(step, inputs, shape), strip.layout)
     return [None if x.value in unused else value(x.value) for x in program.results]
+
+
+def _sum(x: Any, dtype: Any) -> Any:
+    """Returns a sum in a type. Mosaic would join a cast of whole numbers with the next cast."""
+    is_whole = jnp.issubdtype(x.dtype, jnp.integer) and jnp.issubdtype(dtype, jnp.floating)
+    return x.astype(dtype) + 0.0 if is_whole else x.astype(dtype)
 
 
 def expect(plan: KernelPlan, gmem: launch.Inputs, strip: Strip) -> None:

@@ -28,6 +28,10 @@ class Quantized(NamedTuple):
     scale: Any
 
 
+SMALLEST = float(jnp.finfo(jnp.float32).tiny)
+"""The smallest scale: those below would be 0, and their values infinite."""
+
+
 def quantize(x: jax.Array, dtype: Any = jnp.int8) -> Quantized:
     """Quantizes rows so that the largest element of each is the largest of a type.
 
@@ -38,9 +42,9 @@ def quantize(x: jax.Array, dtype: Any = jnp.int8) -> Quantized:
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     largest = INT8_MAX if is_integer else float(jnp.finfo(dtype).max)
     wide = x.astype(jnp.float32)
-    amax = jnp.max(jnp.abs(wide), axis=-1)
+    amax = jnp.max(jnp.abs(wide), axis=-1, initial=0)
     # Rows of zeros stay what they are, and a NaN makes NaNs of its row.
-    scale = jnp.where(amax == 0, 1, amax / largest)
+    scale = jnp.where(amax == 0, 1, jnp.maximum(amax / largest, SMALLEST))
     values = jnp.clip(wide / scale[..., None], -largest, largest)
     return Quantized((jnp.round(values) if is_integer else values).astype(dtype), scale)
 

@@ -106,7 +106,8 @@ class Function:
         """
         moved = tuple(change is not None for change in changes)
         if self.derivative_needs_sums(moved):
-            every = compute(linear.kept_sums_dtype(dtype))
+            # A program that has its sums in float32 derives them so.
+            every = compute(linear.kept_sums_dtype(self.rounds_to or dtype))
             results, sums = every[: -self.sums], list(map(linear.named, every[-self.sums :]))
         else:
             results = compute()

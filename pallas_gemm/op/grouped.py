@@ -250,12 +250,16 @@ def _transpose(
     wanted = (a if left else b).aval
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(wanted) if own else None for own in (*missing, False)]
-    g, other = linear.for_gradient(cotangent, b if left else a, wanted.dtype)
+    other = b if left else a
+    unit = linear.unit_of([cotangent], [other], wanted.dtype)
+    g, other = linear.for_gradient(cotangent, other, wanted.dtype, unit)
 
     def product(a: Any, b: Any, **form: Any) -> jax.Array:
-        plain = dataclasses.replace(call.plain(linear.kept_dtype(wanted.dtype)), **form)
+        plain = dataclasses.replace(
+            call.plain(linear.dtype_of_gradient(wanted.dtype, unit)), **form
+        )
         plain = numerics.resolved_groups(plain, a, b)
-        return grouped(plain, a, b, sizes).astype(wanted.dtype)
+        return linear.times_unit(grouped(plain, a, b, sizes), unit).astype(wanted.dtype)
 
     if call.contracted:
         result = product(other, g, contracted=False, transpose_b=left)

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
@@ -187,8 +188,9 @@ def gradient(
     """
     if isinstance(cotangent, ad.Zero):
         return ad.Zero(wanted)
-    g, other = for_gradient(cotangent, other, wanted.dtype)
-    plain = call.plain(kept_dtype(wanted.dtype), call.epilogue.alpha)
+    unit = unit_of([cotangent], [other], wanted.dtype)
+    g, other = for_gradient(cotangent, other, wanted.dtype, unit)
+    plain = call.plain(dtype_of_gradient(wanted.dtype, unit), call.epilogue.alpha)
     dims, pair = (contraction.of_left, (g, other)) if left else (contraction.of_right, (other, g))
     sizes = dims.sizes(*(x.shape for x in pair))
     n, k = (math.prod(sizes[x] for x in own) for own in (dims.columns, dims.contracted))
@@ -196,18 +198,53 @@ def gradient(
         plain = numerics.resolved_call(plain, n, k, g.dtype)
     else:
         plain = numerics.over_rows(plain, k, g.dtype)
-    result = product(plain, dims, *pair)
-    return result.astype(wanted.dtype)
+    return times_unit(product(plain, dims, *pair), unit).astype(wanted.dtype)
 
 
-def for_gradient(g: jax.Array, other: jax.Array, wanted: Any) -> tuple[jax.Array, jax.Array]:
+def for_gradient(
+    g: jax.Array, other: jax.Array, wanted: Any, unit: Any = None
+) -> tuple[jax.Array, jax.Array]:
     """Returns a cotangent and an operand in a type that both can be multiplied in.
 
     The gradient of a float32 factor beside one of 16 bits has operands of float32, which are cast
     as the precision of the product says.
     """
-    is_short = wanted.itemsize == 2 and other.dtype.itemsize == 1
-    narrow = wanted if is_short else jnp.bfloat16
-    wide = other.astype(narrow) if other.dtype.itemsize == 1 else other
-    wide = wide.astype(jnp.float32) if wanted == jnp.float32 else wide
-    return g.astype(wide.dtype), wide
+    dtype = _multiplied_in(other.dtype, wanted)
+    g = g if unit is None else g / unit
+    return g.astype(dtype), other.astype(dtype)
+
+
+def _multiplied_in(other: Any, wanted: Any) -> np.dtype:
+    """Returns the type of both factors of a gradient, given those of the other one and of it."""
+    if wanted == np.float32:
+        return np.dtype(np.float32)
+    narrow = wanted if wanted.itemsize == 2 else np.dtype(jnp.bfloat16)
+    return narrow if other.itemsize == 1 else other
+
+
+def unit_of(cotangents: Sequence[jax.Array], others: Sequence[jax.Array], wanted: Any) -> Any:
+    """Returns a power of two by which cotangents of float32 are divided; None if they are not.
+
+    They are where both factors become float16, which holds no numbers as small as scales of
+    weights in 8 bits may make them, and none as large as a scaled loss.
+    """
+    pairs = zip(cotangents, others, strict=True)
+    if not any(
+        g.dtype == np.float32 and _multiplied_in(other.dtype, wanted) == np.float16
+        for g, other in pairs
+    ):
+        return None
+    each = [jnp.max(jnp.abs(g), initial=0).astype(np.float32) for g in cotangents]
+    largest = lax.stop_gradient(functools.reduce(jnp.maximum, each))
+    power = lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0)
+    return jnp.where(jnp.isfinite(power) & (power > 0), power, 1)
+
+
+def dtype_of_gradient(wanted: Any, unit: Any) -> np.dtype:
+    """Returns the type of a product that is a gradient; divided cotangents make float32."""
+    return kept_dtype(wanted) if unit is None else np.dtype(np.float32)
+
+
+def times_unit(gradient: jax.Array, unit: Any) -> jax.Array:
+    """Returns a gradient of cotangents that were divided by a unit."""
+    return gradient if unit is None else gradient * unit

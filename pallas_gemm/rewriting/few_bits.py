@@ -100,7 +100,11 @@ def _priced(level: Level, own: Dense, each: Dense, weights: "_Weights", how: How
         groups = weights.scale.aval.shape[dims.rhs.index(dims.contracted)]
         dims, cuts = _in_groups(dims, factors, groups)
         factors = tuple(cut.outvars[0] for cut in cuts)
-    operands = factors if weights.scale is None else (*factors, weights.scale)
+    scale = weights.scale
+    if scale is not None and not scale.aval.shape:
+        spread = _with_dimensions(scale, len(dims.col_scale))
+        cuts, scale = (*cuts, spread), spread.outvars[0]
+    operands = factors if scale is None else (*factors, scale)
     signature = signature_of(avals_of(operands))
     planned = merged(call.with_target(how.device), dims, signature)
     decision = dispatch.decide(planned.call, planned.signature)
@@ -112,6 +116,13 @@ def _priced(level: Level, own: Dense, each: Dense, weights: "_Weights", how: How
         # A pass over memory widens them.
         saved += prediction.pass_seconds(bytes_of(weights.values) + bytes_of(wide), how.device)
     return FewBits(own, call, dims, operands, cuts, weights.widening, saved) if saved > 0 else None
+
+
+def _with_dimensions(number: Any, rank: int) -> Any:
+    """Returns what makes an array of one element of a number."""
+    like = jax.ShapeDtypeStruct((), number.aval.dtype)
+    (equation,) = jax.make_jaxpr(lambda x: lax.broadcast(x, (1,) * rank))(like).eqns
+    return equation.replace(invars=[number], outvars=[core.Var(equation.outvars[0].aval)])
 
 
 def _in_groups(
@@ -193,19 +204,25 @@ def _behind(level: Level, x: Any, seen: list[Any], *, but: Any = None) -> Any:
     made = level.maker(x)
     names = SAME_VALUES if but is None else SAME_VALUES | MOVES
     while made is not None and x is not but and made.primitive.name in names:
+        if _may_change_values(made):
+            break
         seen.append(made)
         (x,) = made.invars
         made = level.maker(x)
     return made
 
 
+def _may_change_values(equation: Any) -> bool:
+    """Whether an equation is a cast to a type that does not hold what a float of 16 bits does."""
+    is_cast = equation.primitive.name == "convert_element_type"
+    return is_cast and np.dtype(equation.outvars[0].aval.dtype) not in FLOATS
+
+
 def _values(level: Level, wide: Any, shape: tuple[int, ...], seen: list[Any]) -> Any:
     """Returns the integers that a value is a conversion of; None if it is not of some."""
     own, x = [], wide
     while (made := level.maker(x)) is not None and made.primitive.name in SAME_VALUES:
-        is_cast = made.primitive.name == "convert_element_type"
-        if is_cast and np.dtype(x.aval.dtype) not in FLOATS:
-            # It may change values.
+        if _may_change_values(made):
             return None
         own.append(made)
         (x,) = made.invars
@@ -227,6 +244,9 @@ def _scale(
         dims: The dimensions of the product.
     """
     own, letters, (shape, whole) = scale.aval.shape, dims.rhs, shapes
+    if not own and shape == whole:
+        # One for all.
+        own = (1,) * len(letters)
     if len(own) != len(shape):
         return None
     if shape == whole:
@@ -265,6 +285,8 @@ def _repeated(level: Level, scale: Any, dims: Contraction) -> Any:
     axes = tuple(i for i in range(rank + 1) if i != place + 1)
     is_spread = tuple(spread.params["broadcast_dimensions"]) == axes
     own, each = stored.aval.shape, spread.outvars[0].aval.shape
+    if len(each) != rank + 1:
+        return None
     joined = (*each[:place], each[place] * each[place + 1], *each[place + 2 :])
     is_whole = joined == scale.aval.shape and tuple(each[i] for i in axes) == own
     return _not_widened(level, stored) if is_spread and is_whole else None

@@ -28,7 +28,9 @@ POSITIONS = "iota"
 """The operation that makes an array of positions: a kernel needs to read none."""
 PLACES = frozenset(("argmax", "argmin"))
 """Reductions to a place. The smallest value is the largest one with the other sign."""
-EXACT_REDUCTIONS = PLACES | {"reduce_max", "reduce_min"}
+OF_ORDER = frozenset(("reduce_max", "reduce_min"))
+"""Reductions whose result is one of the values."""
+EXACT_REDUCTIONS = PLACES | OF_ORDER
 LARGEST = 256
 """Operations that are looked at for one product, at most."""
 AGAIN = 2
@@ -259,6 +261,19 @@ class Inside:
                 (last,) = readers[0].outvars
             self.base = self.base | dict.fromkeys((last, *wanted), last)
 
+    def keep_compared(self, read: set[Any]) -> None:
+        """Has others read values as they are, not computed again, whose largest one is taken.
+
+        They may look for it, and it is one of what is stored. A wider type of a value holds nothing
+        more.
+        """
+        for value in [x for e in self.equations if e.primitive.name in OF_ORDER for x in e.invars]:
+            same = [value]
+            while (made := self.level.maker(same[-1])) in self.equations and _widens(made):
+                same += made.invars
+            if not read.isdisjoint(same):
+                self.base = self.base | dict.fromkeys(same, same[-1])
+
     def _between(self, base: Any, wanted: set[Any]) -> list[Any]:
         """Returns the operations by which some values follow from one."""
         values, found = set(wanted), []
@@ -300,6 +315,14 @@ class Inside:
 def _real(shape: tuple[int, ...]) -> tuple[int, ...]:
     """Returns the sizes of the dimensions that are more than one element."""
     return tuple(size for size in shape if size != 1)
+
+
+def _widens(equation: Any) -> bool:
+    """Whether an equation is a cast to a wider type."""
+    if equation.primitive.name != "convert_element_type":
+        return False
+    (before,), (after,) = equation.invars, equation.outvars
+    return bytes_of(before) < bytes_of(after)
 
 
 def _may_stand_for(equation: Any, x: Any) -> bool:

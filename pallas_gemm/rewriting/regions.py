@@ -17,7 +17,7 @@ from pallas_gemm.kernels.functions.axes import MOVES
 from pallas_gemm.program import APPROXIMATE
 from pallas_gemm.rewriting.elementwise import bytes_of, variables
 from pallas_gemm.rewriting.exponentials import SumOfExp
-from pallas_gemm.rewriting.inside import Inside
+from pallas_gemm.rewriting.inside import OF_ORDER, Inside
 from pallas_gemm.rewriting.level import Level, is_stored_by
 
 PICKS = frozenset(("dynamic_slice", "gather"))
@@ -79,7 +79,7 @@ class Region:
         """The stored values that the largest or the smallest ones are taken of."""
         found: set[Any] = set()
         for equation in reversed(self.inside):
-            is_order = equation.primitive.name in ("reduce_max", "reduce_min")
+            is_order = equation.primitive.name in OF_ORDER
             if is_order or not found.isdisjoint(equation.outvars):
                 found.update(variables(equation))
         return frozenset(found.intersection(self.results))
@@ -112,6 +112,7 @@ def region_of(inside: Inside) -> Region | None:
             later.setdefault(max(depth, inside.depth + AFTER), set()).add(own.z)
     read = picked.union(*later.values())
     inside.settle(read)
+    inside.keep_compared(read)
     again = {inside.base[x] for x in read}
     reduced = [x for x in inside.reduced if x in level.results or level.readers(x)]
     results = [x for x in inside.base if x in again or x in apart]

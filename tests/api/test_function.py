@@ -320,3 +320,69 @@ def test_a_factor_of_one_says_nothing_and_every_other_word_something() -> None:
             gemm(A, B, epilogue=jnp.tanh, **{name: 1})
     with pytest.raises(TypeError, match=r"operands must be a tuple.*got NoneType"):
         gemm(A, B, epilogue=jnp.tanh, operands=None)
+
+
+SMALL = HopperConfig((64, 64), stages=2, ctas=2, store_columns=32, consumers=1, late_store=False)
+
+
+def _too_large(s: Any, x: Any) -> Any:
+    number = jnp.full_like(s, 300).astype(jnp.int8)
+    return jnp.where(s > 0, number, (s * 100).astype(jnp.int8)).astype(jnp.float32) + x
+
+
+@pytest.mark.parametrize(
+    "f",
+    [
+        lambda s, x: s + x + x.reshape(24, 8).T,
+        lambda s, x: s + x.reshape(1, 8, 24)[0],
+        lambda s, x: (s + x, 2.0),
+        lambda s, x: (s + x, s**0),
+        _too_large,
+    ],
+    ids=["reshaped", "a dimension more", "a number", "to the power of 0", "too large"],
+)
+def test_unusual_functions_are_right(f: Any) -> None:
+    rng = np.random.default_rng(0)
+    a, b = (jnp.asarray(rng.integers(-2, 3, own), jnp.bfloat16) for own in ((8, 16), (16, 24)))
+    x = jnp.asarray(rng.integers(-4, 5, (8, 24)), jnp.float32)
+    found = gemm(a, b, epilogue=f, operands=(x,), config=SMALL, implementation="interpret")
+    expected = f(a.astype(jnp.float32) @ b.astype(jnp.float32), x)
+    for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(ours, np.float32), np.asarray(theirs, np.float32))
+
+
+def test_a_reshape_that_exchanges_dimensions_is_none_of_the_sums() -> None:
+    a, b = jnp.arange(128.0).reshape(8, 16), jnp.arange(384.0).reshape(16, 24) % 7
+
+    def f(s: Any) -> Any:
+        return s + s.reshape(24, 8).T
+
+    with target("h200"):
+        np.testing.assert_array_equal(gemm(a, b, epilogue=f), f(a @ b))
+
+
+@pytest.mark.parametrize(
+    ("types", "f"),
+    [
+        ((jnp.int8, jnp.int8), lambda s: s.astype(jnp.float8_e4m3fn)),
+        ((jnp.int8, jnp.int8), lambda s: (s.astype(jnp.float8_e5m2), s)),
+        (
+            (jnp.bfloat16,) * 2,
+            lambda s: s.astype(jnp.int32).astype(jnp.float32).astype(jnp.float8_e4m3fn),
+        ),
+        ((jnp.bfloat16,) * 2, lambda s: s.astype(jnp.float4_e2m1fn).astype(jnp.bfloat16)),
+    ],
+    ids=["whole sums", "and themselves", "rounded", "of 4 bits"],
+)
+def test_casts_to_few_bits_are_lowered(types: Any, f: Any) -> None:
+    a, b = (jax.ShapeDtypeStruct((1024, 1024), own) for own in types)
+    run = jax.jit(functools.partial(gemm, transpose_b=True, epilogue=f))
+    with target("h200"):
+        lowered = run.trace(a, b).lower(lowering_platforms=("cuda",))
+    assert "mosaic_gpu" in lowered.as_text()
+
+
+@pytest.mark.parametrize("f", [jnp.arctan, lambda s: s % 3, jnp.ones_like])
+def test_xla_computes_other_functions_of_groups(f: Any) -> None:
+    found = grouped_gemm(A, B[None], jnp.array([8]), epilogue=f)
+    np.testing.assert_allclose(found, f((A @ B).astype(jnp.float32)), rtol=1e-6)

@@ -105,8 +105,12 @@ def test_derivatives_in_both_modes_and_vmap() -> None:
 @pytest.mark.parametrize(
     ("f", "words"),
     [
-        (lambda s: jnp.sum(s, 0), r"result 0 of epilogue, of shape \[20\], must have a value"),
-        (lambda s: (s, jnp.sum(s)), r"result 1 of epilogue, of shape \[\]"),
+        (lambda s: jnp.sum(s, 0), "reduce_sum .* of epilogue is over rows, which would mix groups"),
+        (lambda s: (s, jnp.sum(s)), "reduce_sum .* of epilogue is over rows"),
+        # What is added up is given back to each row.
+        (lambda s: s / 2 + s.sum(), "reduce_sum .* of epilogue is over rows"),
+        (lambda s: s - s.max(0, keepdims=True), "reduce_max .* of epilogue is over rows"),
+        (lambda s: jnp.cumsum(s, 0), "cumsum .* of epilogue is over rows"),
         (lambda s: s.sum(1)[:, None] * s.sum(1), r"result 0 of epilogue, of shape \[24, 24\]"),
         (lambda s: s.T, r"result 0 of epilogue, of shape \[20, 24\]"),
     ],

@@ -72,3 +72,32 @@ def test_scales_of_what_lies_flat_stay_the_programs() -> None:
     scales = SHAPE((SIZE * SIZE // 64, 1), BF16)
     with target("h200"):
         jax.jit(accelerate(f)).trace(X, Q, scales).lower(lowering_platforms=("cuda",))
+
+
+SCALES: dict[str, Callable[[Any, Any], Any]] = {
+    "a number": lambda q, _: q.astype(BF16) * BF16(0.5),
+    "one for all": lambda q, scale: q.astype(BF16) * scale[0],
+    "of columns": lambda q, scale: q.astype(BF16) * scale,
+}
+
+
+@pytest.mark.parametrize("name", SCALES)
+def test_scales_of_all_weights_are_folded_and_derived(name: str) -> None:
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.integers(-2, 3, (16, 1024)), BF16)
+    q = jnp.asarray(rng.integers(-7, 8, (1024, 2048)), INT8)
+    scale = jnp.asarray(rng.integers(1, 3, 2048) / 2, BF16)
+
+    def f(x: Any) -> Any:
+        return x @ SCALES[name](q, scale)
+
+    def loss(x: Any) -> Any:
+        return jnp.sum(jnp.square(f(x).astype(jnp.float32)))
+
+    with target("h200"):
+        assert "col_scale=True" in str(jax.make_jaxpr(accelerate(f))(x))
+        found = jax.jit(accelerate(f))(x)
+        # The gradient contracts over the columns that are scaled.
+        derived = jax.jit(accelerate(jax.grad(loss)))(x)
+    np.testing.assert_array_equal(found, f(x))
+    np.testing.assert_array_equal(derived, jax.jit(jax.grad(loss))(x))

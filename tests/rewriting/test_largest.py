@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
+from pallas_gemm import accelerate, target
 from pallas_gemm.rewriting import folds
 from tests.reference import normal
 from tests.rewriting.test_folds import BF16, rewritten
@@ -49,3 +50,31 @@ def test_a_derivative_finds_the_largest(reduce: Any) -> None:
     (ours,) = jax.jit(core.jaxpr_as_fun(program))(x, w)
     # Each row has a largest value, and is moved by it.
     assert np.all(np.any(np.asarray(ours, np.float32) != 0, -1))
+
+
+@pytest.mark.parametrize("axis", [0, 1])
+@pytest.mark.parametrize("function", [jax.nn.silu, jax.nn.gelu])
+def test_the_largest_of_what_is_computed_again_is_found(function: Any, axis: int) -> None:
+    def gradient(x: Any, w: Any) -> Any:
+        return jax.grad(lambda x: jnp.max(function(x @ w), axis).astype(jnp.float32).sum())(x)
+
+    x, w = (own / 8 for own in _drawn())
+    program, _ = rewritten(gradient, x, w, implementation="interpret")
+    (ours,) = jax.jit(core.jaxpr_as_fun(program))(x, w)
+    assert np.isfinite(np.asarray(ours, np.float32)).all()
+    assert np.any(np.asarray(ours, np.float32) != 0)
+
+
+@pytest.mark.parametrize("numerics", [None, "exact"])
+def test_derivatives_from_outside_see_float32_sums(numerics: Any) -> None:
+    x, w = _drawn()
+
+    def f(x: Any, w: Any) -> Any:
+        sums = jnp.matmul(x, w, preferred_element_type=jnp.float32)
+        return jnp.sum(jnp.max(sums, -1) * jnp.cos(jnp.arange(len(x), dtype=jnp.float32)))
+
+    with target("h200"):
+        found = jax.jit(jax.grad(accelerate(f, numerics=numerics)))(x, w)
+    expected = np.asarray(jax.jit(jax.grad(f))(x, w), np.float32)
+    error = np.linalg.norm(np.asarray(found, np.float32) - expected) / np.linalg.norm(expected)
+    assert error < 0.01

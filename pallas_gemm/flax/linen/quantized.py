@@ -56,7 +56,8 @@ class QuantizedDense(Dense):
         param_dtype = fused.layer_type("param_dtype", self.param_dtype)
 
         def made() -> dict[str, jax.Array]:
-            kernel = self.kernel_init(self.make_rng("params"), shape, param_dtype)
+            boxed = self.kernel_init(self.make_rng("params"), shape, param_dtype)
+            kernel = flax.core.meta.unbox(boxed)
             dtype = fused.layer_type("quantized_dtype", self.quantized_dtype)
             if self.bits is None:
                 return _quantized(kernel, dtype)
@@ -107,7 +108,8 @@ def quantized(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, A
         have, path = params.pop(tuple(layer), None), "/".join(layer)
         arrays = {own[-1]: x for own, x in wanted.items() if own[:-1] == tuple(layer)}
         weights_alone = few_bits.is_stored(arrays)
-        shape = values.shape if weights_alone else values.shape[::-1]
+        *lead, rows, columns = values.shape
+        shape = values.shape if weights_alone else (*lead, columns, rows)
         if have is None or have.shape != shape:
             found = None if have is None else list(have.shape)
             raise ValueError(
@@ -124,4 +126,4 @@ def quantized(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, A
 
 
 def _quantized(kernel: jax.Array, dtype: Any) -> dict[str, jax.Array]:
-    return per_channel.quantize(kernel.T, dtype)._asdict()
+    return per_channel.quantize(kernel.swapaxes(-1, -2), dtype)._asdict()

@@ -94,6 +94,24 @@ Dense = Linear
 """`Linear` under the name that `linen` has for it."""
 
 
+def check_plain(name: str, layer: Any) -> None:
+    """Refuses a layer that is no product of its inputs with its kernel, and a bias.
+
+    Raises:
+        ValueError: It computes something else.
+    """
+    if type(layer).__call__ not in (nnx.Linear.__call__, Linear.__call__):
+        raise ValueError(
+            f"{name} must be a flax.nnx.Linear or a pallas_gemm.flax.nnx.Linear, got a"
+            f" {type(layer).__name__}, which computes something else"
+        )
+    if layer.dot_general not in (jax.lax.dot_general, api.dot_general):
+        raise ValueError(
+            f"{name} must have no dot_general of its own, which would not be called, got"
+            f" {layer.dot_general!r}"
+        )
+
+
 def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Array, ...]:
     """Computes several layers of the same inputs, as `pallas_gemm.projections` does.
 
@@ -118,16 +136,7 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
     fused.check_alike(layers, _OF_STOCK_LAYERS)
     first = layers[0]
     for i, layer in enumerate(layers):
-        if type(layer).__call__ not in (nnx.Linear.__call__, Linear.__call__):
-            raise ValueError(
-                f"layers[{i}] must be a flax.nnx.Linear or a pallas_gemm.flax.nnx.Linear, got a"
-                f" {type(layer).__name__}, which computes something else"
-            )
-        if layer.dot_general not in (jax.lax.dot_general, api.dot_general):
-            raise ValueError(
-                f"layers[{i}] must have no dot_general of its own, which projections would not"
-                f" call, got {layer.dot_general!r}"
-            )
+        check_plain(f"layers[{i}]", layer)
     kernels: list[Any] = [layer.kernel[...] for layer in layers]
     biases = [value_of(layer.bias) for layer in layers]
     inputs, *ready = promoted(first, inputs, *kernels, *biases)
@@ -208,6 +217,10 @@ class GatedDense(nnx.Module):
             The result.
         """
         layer, up = self.gate, self.up
+        for name, own in (("gate", layer), ("up", up)):
+            check_plain(name, own)
+            if (activation := getattr(own, "activation", None)) is not None:
+                raise ValueError(f"{name} must have no activation, got {activation!r}")
         kernels = (layer.kernel[...], up.kernel[...])
         biases = [value_of(own.bias) for own in (layer, up)]
         operands = promoted(layer, inputs, *kernels, *biases)

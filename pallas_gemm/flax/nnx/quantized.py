@@ -5,6 +5,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from pallas_gemm.flax.nnx.fp8 import Fp8Linear
 from pallas_gemm.flax.nnx.linear import Linear, value_of
 from pallas_gemm.layers import few_bits, fused, per_channel
 
@@ -61,7 +62,7 @@ class QuantizedLinear(Linear):
         kernel = self.kernel[...]
         self.weights_alone = few_bits.check(bits, group, zero_points)
         if bits is None:
-            made = per_channel.quantize(kernel.T, dtype)._asdict()
+            made = per_channel.quantize(kernel.swapaxes(-1, -2), dtype)._asdict()
         else:
             made = few_bits.stored(kernel, bits, group, zero_points, dtype)
         del self.kernel
@@ -85,7 +86,9 @@ class QuantizedLinear(Linear):
         Raises:
             TypeError: `layer` has no weights to quantize.
         """
-        if not isinstance(layer, nnx.Linear) or not hasattr(layer, "kernel"):
+        known = (nnx.Linear, Linear, Fp8Linear)
+        is_known = type(layer).__call__ in [own.__call__ for own in known]
+        if not is_known or not hasattr(layer, "kernel"):
             raise TypeError(
                 "layer must be a flax.nnx.Linear with a kernel, or one of ours, got"
                 f" {type(layer).__name__}"

@@ -18,6 +18,14 @@ ELEMENTWISE = KERNEL_PRIMITIVES - frozenset(flat.CALLS)
 TURN = "transpose"
 MOVES = frozenset(("broadcast_in_dim", "reshape", "squeeze", TURN))
 """Operations after which the same values lie in another shape, or in another order."""
+OF_XLA = frozenset(
+    (
+        *("acos", "acosh", "asin", "asinh", "atan", "atan2", "atanh", "bitcast_convert_type"),
+        *("cbrt", "cosh", "digamma", "erf_inv", "lgamma", "nextafter", "pow", "reduce_precision"),
+        *("rem", "shift_left", "shift_right_arithmetic", "shift_right_logical", "sinh", "tan"),
+    )
+)
+"""Operations that no kernel has, and that compute each element by itself."""
 ONE, FOREIGN = "1", "?"
 """The names of an axis of size 1, and of one that is none of the result's."""
 
@@ -106,7 +114,8 @@ def _same_axes(
     out = equation.outputs[0]
     rank, name = len(types[out].shape), equation.primitive.name
     taken = [x for x in equation.inputs if isinstance(x, int) and types[x].shape]
-    if name in ELEMENTWISE:
+    is_of_each = all(len(types[x].shape) == rank for x in taken)
+    if name in ELEMENTWISE or (name in OF_XLA and is_of_each):
         return [((x, axis), (out, axis)) for x in taken for axis in range(rank)]
     if not taken:
         return []

@@ -101,6 +101,7 @@ def _chosen(which: Any, *cases: Any) -> Any:
 
 
 _FLOATS_OF_8 = (jnp.dtype(jnp.float8_e4m3fn), jnp.dtype(jnp.float8_e5m2))
+_NARROW_WHOLE = frozenset(map(jnp.dtype, (jnp.int4, jnp.uint4, jnp.int8, jnp.uint8)))
 _DIVIDING = frozenset(("div", "logistic"))
 _BRANCHING = frozenset(("log", "rsqrt", "sqrt"))
 """Operations that branch for some numbers, as a division does: the assembler moves nothing across
@@ -194,6 +195,12 @@ def _cast(old: Any, new: Any) -> Callable[[Any], Any] | None:
     """Returns a cast that Mosaic does not lower, in terms of operations that it does."""
     if new == jnp.bool_ and old != jnp.bool_:
         return lambda x: x != 0
+    if jnp.issubdtype(old, jnp.floating) and new in _NARROW_WHOLE:
+        # An instruction clips to 16 or 32 bits. To LLVM, numbers beyond 8 bits are impossible.
+        limits = jnp.iinfo(new)
+        return lambda x: jnp.clip(_wide(x).astype(jnp.int32), limits.min, limits.max).astype(new)
+    if new == jnp.float32 and jnp.issubdtype(old, jnp.integer):
+        return _wide
     if new in _FLOATS_OF_8 and old not in (new, jnp.float32):
         return lambda x: _wide(x).astype(new)
     if old in _FLOATS_OF_8 and new != jnp.float32:

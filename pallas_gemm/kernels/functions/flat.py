@@ -124,7 +124,15 @@ def _called(equation: Any) -> tuple[core.Jaxpr, Sequence[Any]] | None:
 
 def _in_other_words(equation: Any) -> core.ClosedJaxpr | None:
     """Returns what an operation is in terms of others; None if kernels know it as it is."""
-    return _positions(equation) or _smallest(equation)
+    return _positions(equation) or _smallest(equation) or _power_of_nothing(equation)
+
+
+def _power_of_nothing(equation: Any) -> core.ClosedJaxpr | None:
+    """Returns x**0 as the number that it is: it depends on no x."""
+    if equation.primitive.name != "integer_pow" or equation.params["y"] != 0:
+        return None
+    (x,) = (own.aval for own in equation.invars)
+    return jax.make_jaxpr(jnp.ones_like)(jax.ShapeDtypeStruct(x.shape, x.dtype))
 
 
 def _smallest(equation: Any) -> core.ClosedJaxpr | None:

@@ -274,8 +274,12 @@ class _Splitter:
             self.numbers[outputs[0]] = number
         elif name in MOVES and len(taken) == 1:
             (out,) = outputs
-            own, moved = (sorted(self.axes[x].replace(ONE, "")) for x in (taken[0], out))
-            if own == moved or (taken[0] not in self.depends and set(own) <= set(moved)):
+            own, moved = (self.axes[x].replace(ONE, "") for x in (taken[0], out))
+            # The elements of a reshape stay in their order, and it repeats none.
+            is_free = name != "reshape"
+            is_same = sorted(own) == sorted(moved) if is_free else own == moved
+            spreads = is_free and taken[0] not in self.depends and set(own) <= set(moved)
+            if is_same or spreads:
                 self.source[out] = self.source[taken[0]]
         elif name in ELEMENTWISE and self._is_of_each_element(outputs[0], taken):
             self.inside |= set(outputs)
@@ -289,14 +293,20 @@ class _Splitter:
         if known is None or name in MOVES:
             return known
         dtype = np.dtype(equation.params["new_dtype"])
-        return Constant(np.asarray(known.value, known.dtype).astype(dtype).item(), dtype)
+        value = np.asarray(known.value, known.dtype)
+        if jnp.issubdtype(known.dtype, jnp.floating) and jnp.issubdtype(dtype, jnp.integer):
+            limits = jnp.iinfo(dtype)
+            value = np.clip(np.nan_to_num(value.astype(np.float64)), limits.min, limits.max)
+        return Constant(value.astype(dtype).item(), dtype)
 
     def _is_of_each_element(self, number: int, taken: Sequence[int]) -> bool:
         """Whether a kernel computes a value for each element, of others that it takes.
 
         XLA makes what products of a batch share, if the kernel would load more for it.
         """
-        if self.kind(number) != "mn" or self._type(number).itemsize > LARGEST:
+        dtype = self._type(number)
+        is_known = dtype in FLOATS or not jnp.issubdtype(dtype, jnp.floating)
+        if self.kind(number) != "mn" or dtype.itemsize > LARGEST or not is_known:
             return False
         if not all(map(self._is_reachable, taken)):
             return False
@@ -429,7 +439,7 @@ class _Splitter:
 
         XLA would read all of it again.
         """
-        every = [x for x in dict.fromkeys(self.flat.outputs) if isinstance(x, int)]
+        every = dict.fromkeys(x for x in self.flat.outputs if isinstance(x, int))
         own = [x for x in every if x in self.inside - self.depends and x in self.made]
         own = [x for x in own if self._is_shaped_like_sums(x)]
         return [x for x in own if self._type(x) in FLOATS and self._loads(x) <= loaded]

@@ -87,12 +87,24 @@ class _Fused:
 
 
 def explicit_fused(
-    call: Call, contraction: Contraction, function: function_of_sums.Function, *operands: jax.Array
+    call: Call,
+    contraction: Contraction,
+    function: function_of_sums.Function,
+    *operands: jax.Array,
+    spec: Any = None,
 ) -> list[jax.Array]:
-    """Computes a function of a product of operands on an explicit mesh."""
+    """Computes a function of a product of operands on an explicit mesh.
+
+    Args:
+        call: The product.
+        contraction: Its dimensions.
+        function: The function.
+        *operands: Those of both.
+        spec: How the product is to be split, where its factors do not say.
+    """
     factors, _ = fused.factors_of(call, operands)
     plain, dims, own = fused.each_sum(call, contraction, factors, call.out_dtype)[0]
-    by_xla = functools.partial(dims.by_xla, plain)
+    by_xla = functools.partial(dims.by_xla, plain, spec=spec)
     sums: Any = jax.make_jaxpr(by_xla)(*own.present()).out_avals[0]
     whole = _Fused(call, contraction, function, sums.sharding)
     results: Any = jax.make_jaxpr(whole.apart)(*operands).out_avals

@@ -224,3 +224,23 @@ def test_a_loop_that_starts_with_a_zero_of_no_mesh() -> None:
     expected = jax.grad(functools.partial(loss, jnp.matmul), (0, 1))(left, right)
     for ours, stock in zip(found, expected, strict=True):
         np.testing.assert_allclose(ours, stock, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("spec", [P("x", None), P(None, "y"), P(), P("x", "y")])
+@pytest.mark.parametrize("split", [(P("x"), P(None, "y")), (P("x", "y"), P("y"))])
+def test_functions_are_split_as_is_asked(spec: Any, split: Any) -> None:
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    rng = np.random.default_rng(0)
+    with jax.sharding.set_mesh(mesh):
+        a, b = (
+            jax.device_put(reference.integers(rng, own, jnp.float32), placed)
+            for own, placed in zip(((8, 16), (16, 24)), split, strict=True)
+        )
+
+        def ours(a: Any, b: Any) -> Any:
+            return gemm(a, b, epilogue=jnp.tanh, out_sharding=spec)
+
+        found = jax.jit(ours)(a, b)
+        stock = jax.jit(lambda a, b: jnp.tanh(jnp.matmul(a, b, out_sharding=spec)))(a, b)
+        assert jax.typeof(found).sharding.spec == jax.typeof(stock).sharding.spec
+        np.testing.assert_array_equal(found, stock)
