@@ -225,8 +225,8 @@ def _multiplied_in(other: Any, wanted: Any) -> np.dtype:
 def unit_of(cotangents: Sequence[jax.Array], others: Sequence[jax.Array], wanted: Any) -> Any:
     """Returns a power of two by which cotangents of float32 are divided; None if they are not.
 
-    They are where both factors become float16, which holds no numbers as small as scales of
-    weights in 8 bits may make them, and none as large as a scaled loss.
+    They are where both factors become float16. Scales of weights in 8 bits may make them smaller
+    than what that holds, and a scaled loss larger.
     """
     pairs = zip(cotangents, others, strict=True)
     if not any(

@@ -99,7 +99,7 @@ def explicit_fused(
         call: The product.
         contraction: Its dimensions.
         function: The function.
-        *operands: Those of both.
+        *operands: The operands of the product, then of the function.
         spec: How the product is to be split, where its factors do not say.
     """
     factors, _ = fused.factors_of(call, operands)
