@@ -65,8 +65,8 @@ def test_a_kernel_with_a_partitioning_is_quantized(bits: Any) -> None:
     init = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     layer, x = linen.QuantizedDense(24, bits=bits, kernel_init=init), layers.normal(4, SIZE)
     stock = nn.Dense(24, kernel_init=init)
-    expected = stock.apply(flax.core.meta.unbox(stock.init(KEY, x)), x)
-    found = layer.apply(layer.init(KEY, x), x)
+    expected: Any = stock.apply(flax.core.meta.unbox(stock.init(KEY, x)), x)
+    found: Any = layer.apply(layer.init(KEY, x), x)
     assert found.shape == expected.shape
     assert jnp.isfinite(found).all()
 
@@ -91,12 +91,14 @@ def test_tiny_gradients_are_no_nan() -> None:
 @pytest.mark.parametrize("make", [linen.Fp8Dense, linen.QuantizedDense])
 def test_no_rows_and_a_residual_that_broadcasts(make: Any) -> None:
     layer, none = make(8), jnp.zeros((0, SIZE))
-    assert layer.apply(layer.init(KEY, none), none).shape == (0, 8)
+    empty: Any = layer.apply(layer.init(KEY, none), none)
+    assert empty.shape == (0, 8)
     x = layers.normal(2, 5, SIZE)
     blocks = linen.Fp8Dense(8, recipe="blocks")
     trained = blocks.init(KEY, x)
     added = jnp.arange(8.0)
-    found, expected = blocks.apply(trained, x, residual=added), blocks.apply(trained, x)
+    found: Any = blocks.apply(trained, x, residual=added)
+    expected: Any = blocks.apply(trained, x)
     np.testing.assert_allclose(found, np.asarray(expected) + np.arange(8.0), rtol=1e-6, atol=1e-6)
 
 
