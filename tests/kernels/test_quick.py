@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -42,6 +43,9 @@ def _run(text: str, units: float, *given: Floats) -> Floats:
         "shl.b32": lambda x, bits: _of_bits(_bits(x) << np.uint32(bits)),
         "mov.b32": lambda x: x,
         "add.s32": lambda x, y: _of_bits(_bits(x) + np.uint32(y)),
+        "cvt.rni.f32.f32": np.rint,
+        "cvt.rmi.f32.f32": np.floor,
+        "cvt.rpi.f32.f32": np.ceil,
         "xor.b32": lambda x, y: _of_bits(_bits(x) ^ _bits(y)),
     }
     values = {f"${i}": x.astype(np.float64) for i, x in enumerate(given, 1)}
@@ -75,6 +79,22 @@ def _check(found: Floats, exact: Floats, x: Floats) -> None:
     usual = np.isfinite(x) & (exact < 2.0**126)
     assert (np.abs(found - exact) <= allowed)[usual].all()
     np.testing.assert_allclose(found[~np.isfinite(x)], exact[~np.isfinite(x)], rtol=2.0**-22)
+
+
+@pytest.mark.parametrize(
+    "name", ["exp", "sigmoid", "expm1", "sin", "cos", "floor", "ceil", "nearest"]
+)
+def test_each_block_is_what_it_means(
+    name: str, rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quick, "_of_each", lambda text, layout, x: _run(text, 0, x))  # noqa: ARG005
+    halves = np.arange(-8, 8.5, 0.5)
+    x = np.concatenate([rng.uniform(-20, 20, 1000), halves]).astype(np.float32)
+    on_gpu, meant = (
+        getattr(quick, name)(SimpleNamespace(simulated=is_simulated), x, None)
+        for is_simulated in (False, True)
+    )
+    np.testing.assert_allclose(on_gpu, meant, rtol=3e-6, atol=3e-7)
 
 
 @pytest.mark.parametrize("units", [-1, 0, 1])

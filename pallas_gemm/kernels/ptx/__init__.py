@@ -1,1 +1,1 @@
-"""What Pallas has no words for: PTX and Mosaic in a kernel, each beside what it means simulated."""
+"""PTX and Mosaic in kernels, where Pallas has no operation, each beside its simulated meaning."""
