@@ -17,7 +17,7 @@ from pallas_gemm.kernels.functions.axes import MOVES
 from pallas_gemm.program import APPROXIMATE
 from pallas_gemm.rewriting.elementwise import bytes_of, variables
 from pallas_gemm.rewriting.exponentials import SumOfExp
-from pallas_gemm.rewriting.inside import OF_ORDER, Inside
+from pallas_gemm.rewriting.inside import Inside
 from pallas_gemm.rewriting.level import Level, is_stored_by
 
 PICKS = frozenset(("dynamic_slice", "gather"))
@@ -73,16 +73,6 @@ class Region:
     is_pass: bool
     made: tuple[Any, ...]
     rounds: bool
-
-    @property
-    def compared(self) -> frozenset[Any]:
-        """The stored values that the largest or the smallest ones are taken of."""
-        found: set[Any] = set()
-        for equation in reversed(self.inside):
-            is_order = equation.primitive.name in OF_ORDER
-            if is_order or not found.isdisjoint(equation.outvars):
-                found.update(variables(equation))
-        return frozenset(found.intersection(self.results))
 
 
 def region_of(inside: Inside) -> Region | None:

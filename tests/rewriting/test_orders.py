@@ -12,6 +12,7 @@ from pallas_gemm.device import H200
 from pallas_gemm.planning import prediction
 from pallas_gemm.rewriting import folds
 from pallas_gemm.rewriting.folds import Fold, Folder
+from pallas_gemm.rewriting.functions import function_of
 from pallas_gemm.rewriting.inlining import inlined
 from pallas_gemm.rewriting.inside import Inside
 from pallas_gemm.rewriting.level import Level
@@ -56,13 +57,13 @@ def _fold(f: Callable[..., Any]) -> tuple[Level, Folder, Fold]:
 
 
 def test_a_function_is_known_by_the_order_of_its_sums() -> None:
-    level, folder, (own,) = _program(lambda x, w: jnp.tanh(_scores(x, w)))
+    level, _, (own,) = _program(lambda x, w: jnp.tanh(_scores(x, w)))
     region = region_of(Inside(level, (own.out,), exact=False))
     assert region is not None
-    plain, turned = (folder._function(level, region, order) for order in ((), (1, 0)))
+    plain, turned = (function_of(level, region, order) for order in ((), (1, 0)))
     assert plain.types[0].shape == (ROWS, COLUMNS)
     assert turned.types[0].shape == (COLUMNS, ROWS)
-    assert folder._function(level, region) is plain
+    assert function_of(level, region) is plain
 
 
 def test_a_kernel_with_more_in_it_keeps_its_order() -> None:

@@ -1,0 +1,94 @@
+"""What a kernel adds up is what it stores, where something reads both."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend import core
+
+from pallas_gemm.rewriting import folds
+from tests.reference import normal
+from tests.rewriting.test_folds import BF16, rewritten
+from tests.rewriting.test_walk import assert_same
+
+
+@pytest.fixture(autouse=True)
+def _all_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
+
+
+def _ours(f: Callable[..., Any], *args: Any) -> list[Any]:
+    """Computes a program with sums in the kernels of its products."""
+    program, found = rewritten(f, *args, implementation="interpret")
+    assert any("reduce_sum" in one.folded for one in found)
+    return jax.jit(core.jaxpr_as_fun(program))(*args)
+
+
+def _odd() -> tuple[Any, Any]:
+    """Returns operands; each element of their product is 257, which bfloat16 rounds to 256."""
+    return jnp.ones((64, 64), BF16), jnp.full((64, 128), 4, BF16).at[0].set(5)
+
+
+def test_scores_of_a_sure_softmax_do_not_move() -> None:
+    rng = np.random.default_rng(0)
+    v, change = normal(rng, (128, 64), BF16), normal(rng, (64, 64), BF16)
+    sure = jnp.asarray(rng.integers(0, 128, 64))
+
+    def derivative(z: Any, v: Any) -> Any:
+        return jax.vjp(lambda z: jax.nn.softmax(z).astype(BF16) @ v, z)[1](change)
+
+    (ours,) = _ours(derivative, jax.nn.one_hot(sure, 128) * 200, v)
+    assert not jnp.any(ours)
+
+
+def test_shares_of_one_are_whole() -> None:
+    # One row has 65 and zeros: its exponentials are no larger than float32 has.
+    def f(x: Any, w: Any) -> Any:
+        exps = jnp.exp((x @ w).astype(jnp.float32) / 4)
+        return exps / jnp.sum(exps, -1, keepdims=True)
+
+    x, w = jnp.ones((64, 64), BF16), jnp.zeros((64, 128), BF16).at[:, 5].set(4).at[0, 5].set(5)
+    (ours,) = _ours(f, x, w)
+    np.testing.assert_array_equal(ours[:, 5], 1)
+
+
+def test_a_batch_of_one_example_is_normalized_to_nothing() -> None:
+    def f(x: Any, w: Any) -> Any:
+        z = (x @ w).astype(jnp.float32)
+        scale = jax.lax.rsqrt(z.var(0, keepdims=True) + 1e-5)
+        return (z - z.mean(0, keepdims=True)) * scale
+
+    rng = np.random.default_rng(0)
+    x = jnp.broadcast_to(normal(rng, (64,), BF16), (64, 64))
+    (ours,) = _ours(f, x, normal(rng, (64, 128), BF16))
+    assert jnp.max(jnp.abs(ours)) < 0.01
+
+
+def test_what_leaves_together_belongs_together() -> None:
+    def f(x: Any, w: Any) -> Any:
+        z = x @ w
+        return z, jnp.sum(z.astype(jnp.float32), -1)
+
+    stored, total = _ours(f, *_odd())
+    assert_same(total, jnp.sum(stored.astype(jnp.float32), -1))
+
+
+def test_a_sum_that_meets_no_summand_is_of_float32() -> None:
+    def f(x: Any, w: Any) -> Any:
+        z = x @ w
+        return z @ w.T, jnp.sum(z.astype(jnp.float32), 0)
+
+    _, total = _ours(f, *_odd())
+    assert_same(total, jnp.full((128,), 64 * 257, jnp.float32))
+
+
+def test_a_common_part_of_what_is_stored_and_added_up_is_rounded() -> None:
+    def f(x: Any, w: Any) -> Any:
+        z = x @ w
+        return -z, jnp.sum(z.astype(jnp.float32), -1)
+
+    stored, total = _ours(f, *_odd())
+    assert_same(total, -jnp.sum(stored.astype(jnp.float32), -1))
