@@ -172,7 +172,7 @@ class Level:
         more = 0
         for other in on:
             more |= self._above.get(other, 0)
-        if not more & ~self._above[results[0]]:
+        if not any(more & ~self._above[x] for x in results):
             return
         bit = self._bit[results[0]]
         for other, bits in self._above.items():
