@@ -31,6 +31,20 @@ def _picked(x: Any, w: Any, labels: Any) -> Any:
     return -jnp.take_along_axis(logs, labels[..., None], -1).mean()
 
 
+def _mapped(x: Any, w: Any, labels: Any) -> Any:
+    def pick(row: Any, label: Any) -> Any:
+        return row[label]
+
+    for _ in labels.shape:
+        pick = jax.vmap(pick)
+    return -pick(jax.nn.log_softmax(_wide(x @ w)), labels).mean()
+
+
+def _indexed(x: Any, w: Any, labels: Any) -> Any:
+    rows = jnp.indices(labels.shape, sparse=True)
+    return -jax.nn.log_softmax(_wide(x @ w))[(*rows, labels)].mean()
+
+
 def _with_ones(x: Any, w: Any, labels: Any) -> Any:
     logs = jax.nn.log_softmax(_wide(x @ w))
     return -(jax.nn.one_hot(labels, w.shape[1], dtype=logs.dtype) * logs).sum(-1).mean()
@@ -53,6 +67,8 @@ def _with_its_largest(x: Any, w: Any, labels: Any) -> Any:
 PROGRAMS: dict[str, Callable[..., Any]] = {
     "with_numbers": _with_numbers,
     "picked": _picked,
+    "mapped": _mapped,
+    "indexed": _indexed,
     "with_ones": _with_ones,
     "smoothed": _smoothed,
     "softmax": _softmax,
