@@ -28,7 +28,7 @@ def inlined(jaxpr: core.Jaxpr, equations: Sequence[Any]) -> list[Any]:
     found: list[Any] = []
     for equation in equations:
         _put(equation, found)
-    return _needed(jaxpr, found)
+    return needed(jaxpr, found)
 
 
 def _put(equation: Any, found: list[Any]) -> None:
@@ -99,7 +99,7 @@ def _is_elementwise(equation: Any) -> bool:
     return not more and is_elementwise(equation, first.aval.shape, ELEMENTWISE)
 
 
-def _needed(jaxpr: core.Jaxpr, equations: Iterable[Any]) -> list[Any]:
+def needed(jaxpr: core.Jaxpr, equations: Iterable[Any]) -> list[Any]:
     """Returns the equations that something depends on."""
     wanted, found = set(filter(_is_variable, jaxpr.outvars)), []
     for equation in reversed(list(equations)):

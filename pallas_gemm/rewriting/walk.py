@@ -16,6 +16,7 @@ from pallas_gemm.planning import prediction
 from pallas_gemm.rewriting import kinds, products
 from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.few_bits import few_bits_of
+from pallas_gemm.rewriting.flattened import with_rows_apart
 from pallas_gemm.rewriting.folds import Fold, Folder
 from pallas_gemm.rewriting.grams import gram_of
 from pallas_gemm.rewriting.inlining import inlined
@@ -95,7 +96,8 @@ class Rewriter:
         inside = [self._inside(equation, found) for equation in jaxpr.eqns]
         equations = inside
         if dots := sum(map(_is_dot, inside)):
-            flat = asked_of_results(chosen(jaxpr, inlined(jaxpr, inside)))
+            flat = with_rows_apart(jaxpr, chosen(jaxpr, inlined(jaxpr, inside)))
+            flat = asked_of_results(flat)
             equations = self._with_products(Level(jaxpr, flat), found)
             if _are_the_same(equations, flat) and sum(map(_is_dot, flat)) == dots:
                 equations = inside
