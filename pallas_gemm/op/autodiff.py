@@ -252,14 +252,13 @@ def after_activation(
     # So that reverse mode keeps the pre-activations alone: else each layer of a scan, and XLA for
     # a `tanh`, keep arrays of float32 besides.
     @jax.checkpoint
-    def finish(sums: list[jax.Array], moving: dict[str, jax.Array]) -> jax.Array:
-        result = xla.finish(after, sums, Operands(None, None, **extras | moving))
+    def finish(*args: jax.Array) -> jax.Array:
+        named = dict(zip(after.operands, args[len(sums) :], strict=True))
+        result = xla.finish(after, args[: len(sums)], Operands(None, None, **named))
         return result.astype(call.out_dtype)
 
-    extras = {name: getattr(given, name) for name in after.operands}
-    moving = {name: change for name in extras if (change := getattr(moved, name)) is not None}
-    own = {name: extras[name] for name in moving}
-    return jax.jvp(finish, (sums, own), (changes, moving))
+    own, moving = ([getattr(x, name) for name in after.operands] for x in (given, moved))
+    return linear.derived(finish, [*sums, *own], [*changes, *moving])
 
 
 def _left_change(

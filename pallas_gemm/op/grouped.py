@@ -20,7 +20,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.call import GroupedCall, signature_of
+from pallas_gemm.call import GroupedCall, Operands, signature_of
 from pallas_gemm.kernels import groups
 from pallas_gemm.kernels.element_types import is_widened
 from pallas_gemm.op import linear, lowering
@@ -204,17 +204,9 @@ def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[A
         return result, _affine_change(call, given, moved, result)
     is_scaled = call.epilogue.alpha != 1 or any("scale" in x for x in call.epilogue.operands)
     kept = linear.kept_sums_dtype if is_scaled else linear.kept_dtype
-    places = [place for place, change in enumerate(moved) if change is not None]
-
-    def alone(*own: jax.Array) -> jax.Array:
-        operands = list(given)
-        for place, x in zip(places, own, strict=True):
-            operands[place] = x
-        dtype = None if is_affine else kept(call.out_dtype)
-        return xla_groups.finished(call, _plainly, *operands, dtype=dtype)
-
-    changes = [moved[place] for place in places]
-    result, change = jax.jvp(alone, [given[place] for place in places], changes)
+    dtype = None if is_affine else kept(call.out_dtype)
+    alone = functools.partial(xla_groups.finished, call, _plainly, dtype=dtype)
+    result, change = linear.derived(alone, given, moved)
     # What is promised of the result holds where it is derived, too.
     is_kernels = is_affine or call.options.numerics is not None
     return linear.named(grouped(call, *given) if is_kernels else result), change
@@ -225,15 +217,15 @@ def _affine_change(call: GroupedCall, given: Any, moved: Any, result: jax.Array)
     own, changed = call.unpack(given), call.unpack(moved)
     # In place of the sums, of which nothing but the type counts.
     sums = result.astype(xla.wide_dtype(own.a.dtype, own.b.dtype, call.out_dtype))
-    names = [name for name in call.epilogue.operands if getattr(changed, name) is not None]
+    names = call.epilogue.operands
     change = linear.rounded_sum(_changes_of_sums(call, given, moved), sums)
 
     def finish(sums: jax.Array, *extras: jax.Array) -> jax.Array:
-        named = own._replace(**dict(zip(names, extras, strict=True)))
+        named = Operands(None, None, **dict(zip(names, extras, strict=True)))
         return xla_groups.applied(call, [sums], named, call.sizes(given))
 
     primals, changes = ([getattr(x, name) for name in names] for x in (own, changed))
-    return jax.jvp(finish, (sums, *primals), (change, *changes))[1]
+    return linear.derived(finish, (sums, *primals), (change, *changes))[1]
 
 
 def _plainly(call: GroupedCall, *operands: jax.Array) -> jax.Array:
@@ -250,24 +242,19 @@ def _transpose(
     wanted = (a if left else b).aval
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(wanted) if own else None for own in (*missing, False)]
-    other = b if left else a
-    unit = linear.unit_of([cotangent], [other], wanted.dtype)
-    g, other = linear.for_gradient(cotangent, other, wanted.dtype, unit)
 
-    def product(a: Any, b: Any, **form: Any) -> jax.Array:
-        plain = dataclasses.replace(
-            call.plain(linear.dtype_of_gradient(wanted.dtype, unit)), **form
-        )
-        plain = numerics.resolved_groups(plain, a, b)
-        return linear.times_unit(grouped(plain, a, b, sizes), unit).astype(wanted.dtype)
+    def compute(dtype: Any, g: jax.Array, other: jax.Array) -> jax.Array:
+        if call.contracted:
+            pair, form = (other, g), {"contracted": False, "transpose_b": left}
+        elif left:
+            pair, form = (g, other), {"transpose_b": not call.transpose_b}
+        else:
+            pair = (g, other) if call.transpose_b else (other, g)
+            form = {"contracted": True, "transpose_b": False}
+        plain = dataclasses.replace(call.plain(dtype), **form)
+        return grouped(numerics.resolved_groups(plain, *pair), *pair, sizes)
 
-    if call.contracted:
-        result = product(other, g, contracted=False, transpose_b=left)
-    elif left:
-        result = product(g, other, transpose_b=not call.transpose_b)
-    else:
-        pair = (g, other) if call.transpose_b else (other, g)
-        result = product(*pair, contracted=True, transpose_b=False)
+    result = linear.gradient_by(compute, [(cotangent, b if left else a)], wanted.dtype)
     return [result if own else None for own in (*missing, False)]
 
 

@@ -153,14 +153,13 @@ def _left_gradient(
     every = [term for term in every if not isinstance(term[1], ad.Zero)]
     if not every:
         return ad.Zero(wanted)
-    _, cotangents, others = zip(*every, strict=True)
-    unit = linear.unit_of(cotangents, others, wanted.dtype)
-    terms = [linear.for_gradient(g, b, wanted.dtype, unit) for _, g, b in every]
-    plain = call.plain(linear.dtype_of_gradient(wanted.dtype, unit), call.epilogue.alpha)
     dims = tuple(own.of_left for own, _, _ in every)
-    operands = itertools.chain.from_iterable(terms)
-    total = sum_of_contractions(SumCall.of(plain), dims, *operands)
-    return linear.times_unit(total, unit).astype(wanted.dtype)
+
+    def compute(dtype: np.dtype, *factors: jax.Array) -> jax.Array:
+        plain = call.plain(dtype, call.epilogue.alpha)
+        return sum_of_contractions(SumCall.of(plain), dims, *factors)
+
+    return linear.gradient_by(compute, [(g, b) for _, g, b in every], wanted.dtype)
 
 
 def _batch(

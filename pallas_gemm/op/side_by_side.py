@@ -23,7 +23,7 @@ from pallas_gemm.kernels.functions import vectors
 from pallas_gemm.kernels.windows import Window
 from pallas_gemm.op import fused, linear, lowering
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.function_of_sums import Function, changed
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import kernel_types
 from pallas_gemm.op.part_kernels import Part, part_kernel_p, why_whole
@@ -192,9 +192,7 @@ def _lowered(
 
 
 def _jvp(primals: Any, tangents: Any, *, own: SideBySide, **_: Any) -> Any:
-    changes = linear.changes(tangents)
-    moved = [change is not None for change in changes]
-    return changed(own.apart, primals, moved, [x for x in changes if x is not None])
+    return linear.derived(own.apart, primals, linear.changes(tangents))
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, own: SideBySide, **_: Any) -> list[Any]:

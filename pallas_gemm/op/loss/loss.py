@@ -21,7 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.op import fused, linear, lowering
-from pallas_gemm.op.batching import one_by_one
+from pallas_gemm.op.batching import fronted, one_by_one
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.loss import loss_chunks, loss_layer, loss_partition
 from pallas_gemm.op.loss.loss_gradient import gradients
@@ -159,26 +159,14 @@ def _change(
     *operands: jax.Array, layer: Layer, moved: Any, kept: bool, keep: bool, **_: Any
 ) -> list[jax.Array]:
     """Computes the change of the statistics: in forward mode, from whole arrays of logits."""
-    given, _, _, (hidden, weight, *bias) = _taken_apart(operands, layer, moved, kept)
+    given, _, _, changes = _taken_apart(operands, layer, moved, kept)
 
-    def whole(*moving: jax.Array) -> list[jax.Array]:
-        left = iter(moving)
-        own = given._replace(
-            **{
-                name: next(left)
-                for name, change in (("hidden", hidden), ("weight", weight))
-                if change is not None
-            }
-        )
-        own_bias = tuple(next(left) if bias[0] is not None else x for x in given.bias)
-        sums = layer.contraction.by_xla(layer.call, own.hidden, own.weight)
-        results = loss_layer.statistics_of_sums(layer, given)(sums, given.labels, *own_bias)
+    def whole(hidden: jax.Array, weight: jax.Array, *bias: jax.Array) -> list[jax.Array]:
+        sums = layer.contraction.by_xla(layer.call, hidden, weight)
+        results = loss_layer.statistics_of_sums(layer, given)(sums, given.labels, *bias)
         return [*results, *([sums.astype(given.hidden.dtype)] if keep else [])]
 
-    changes = [x for x in (hidden, weight, *bias) if x is not None]
-    own = (given.hidden, given.weight, *given.bias)
-    primals = [x for x, is_moved in zip(own, moved, strict=True) if is_moved]
-    return jax.jvp(whole, tuple(primals), tuple(changes))[1]
+    return linear.derived(whole, (given.hidden, given.weight, *given.bias), changes)[1]
 
 
 @change_p.def_abstract_eval
@@ -225,30 +213,19 @@ def _with_product(layer: Layer, given: Given, found: list[Any], g: jax.Array) ->
 
 
 def _change_jvp(primals: Any, tangents: Any, **params: Any) -> Any:
-    places = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-
-    def of_moving(*moving: jax.Array) -> list[jax.Array]:
-        own = list(primals)
-        for place, x in zip(places, moving, strict=True):
-            own[place] = x
-        return _change(*own, **params)
-
-    moving = tuple(primals[i] for i in places)
-    return jax.jvp(of_moving, moving, tuple(tangents[i] for i in places))
+    run = functools.partial(_change, **params)
+    return linear.derived(run, primals, linear.changes(tangents))
 
 
 def _batch(operands: Any, dims: Any, *, layer: Layer, keep: bool, **_: Any) -> Any:
     """Maps it: more tokens, or one layer after the other where each has a weight of its own."""
-    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
     hidden, weight, labels, *bias = operands
     run = functools.partial(statistics, layer, keep=keep)
     if any(d is not None for d in (dims[1], *dims[3:])):
         results = one_by_one(run, operands, dims)
         return results, [0] * len(results)
-    hidden, labels = (
-        jnp.broadcast_to(x, (size, *x.shape)) if d is None else jnp.moveaxis(x, d, 0)
-        for x, d in ((hidden, dims[0]), (labels, dims[2]))
-    )
+    size = next(x.shape[d] for x, d in zip(operands, dims, strict=True) if d is not None)
+    hidden, labels = (fronted(x, d, size) for x, d in ((hidden, dims[0]), (labels, dims[2])))
     tokens = hidden.shape[1]
     hidden, labels = (x.reshape(size * tokens, *x.shape[2:]) for x in (hidden, labels))
     results = run(hidden, weight, labels, *bias)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.op import lowering
+from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.loss import loss_chunks, loss_partition, loss_windows
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.mesh import mesh_context
@@ -177,16 +177,7 @@ def _lowered(
 
 
 def _jvp(primals: Any, tangents: Any, *, work: Gradients, jaxpr: Any, devices: Any) -> Any:
-    places = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-
-    def of_moving(*moving: jax.Array) -> list[jax.Array]:
-        own = list(primals)
-        for place, x in zip(places, moving, strict=True):
-            own[place] = x
-        return work.run(*own)
-
-    moving = tuple(primals[i] for i in places)
-    changes = jax.jvp(of_moving, moving, tuple(tangents[i] for i in places))[1]
+    changes = linear.derived(work.run, primals, linear.changes(tangents))[1]
     return gradients_p.bind(*primals, work=work, jaxpr=jaxpr, devices=devices), changes
 
 

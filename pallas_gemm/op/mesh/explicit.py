@@ -133,14 +133,7 @@ class _Change:
     changed: tuple[bool, ...]
 
     def __call__(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        primals, tangents = _primals_and_tangents(operands, self.changed)
-        moving = [x for x, changed in zip(primals, self.changed, strict=True) if changed]
-
-        def of_moving(*moving: jax.Array) -> Sequence[jax.Array]:
-            return self.of(*_filled(self.changed, moving, primals))
-
-        changes = [t for t in tangents if t is not None]
-        return jax.jvp(of_moving, moving, changes)[1]
+        return linear.derived(self.of, *_primals_and_tangents(operands, self.changed))[1]
 
 
 def _primals_and_tangents(operands: Sequence[Any], changed: Sequence[bool]) -> tuple[Any, Any]:
@@ -219,22 +212,11 @@ def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -
             why = "on an explicit mesh, XLA computes a function that is derived"
             raise ValueError(numerics.why_not_kept(promised, why))
         # All that is kept for the derivative has to be on the explicit mesh.
-        return _apart_jvp(f, primals, linear.changes(tangents))
+        return linear.derived(f.apart, primals, linear.changes(tangents))
     changes = [t for t in linear.changes(tangents) if t is not None]
     changed = tuple(t is not None for t in linear.changes(tangents))
     results = explicit_p.bind(*primals, f=f, jaxpr=jaxpr)
     return results, computed(_Change(f, changed), shardings, *primals, *changes)
-
-
-def _apart_jvp(f: _Fused, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Derives the product, and what XLA computes of it."""
-    moved = [t is not None for t in tangents]
-    moving = [x for x, moves in zip(primals, moved, strict=True) if moves]
-
-    def of_moving(*moving: jax.Array) -> list[jax.Array]:
-        return f.apart(*_filled(moved, moving, primals))
-
-    return jax.jvp(of_moving, tuple(moving), tuple(t for t in tangents if t is not None))
 
 
 def _product_jvp(f: _Product, sharding: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
