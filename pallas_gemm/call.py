@@ -1,7 +1,7 @@
 """`Call`: what is fixed about a product while it is traced, everything but the operands."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -391,7 +391,7 @@ def _fields(call: Call) -> dict[str, Any]:
     return {field.name: getattr(call, field.name) for field in dataclasses.fields(Call)}
 
 
-def signature_of(operands: tuple[Any, ...]) -> Signature:
+def signature_of(operands: Iterable[Any]) -> Signature:
     """Returns the shapes and types of operands, concrete or traced."""
     return tuple((tuple(x.shape), np.dtype(x.dtype)) for x in operands)
 

@@ -114,7 +114,7 @@ class Contraction:
         """The product of the left operand and the result's cotangent: the right one's gradient."""
         return Contraction(self.lhs, self.out, self.rhs, lettered=self.lettered)
 
-    def sizes(self, lhs: Shape, rhs: Shape) -> dict[str, int]:
+    def sizes(self, lhs: Sequence[int], rhs: Sequence[int]) -> dict[str, int]:
         """Returns the size of each dimension for operands of these shapes."""
         return dict(zip(self.lhs + self.rhs, (*lhs, *rhs), strict=True))
 

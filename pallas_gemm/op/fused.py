@@ -171,7 +171,7 @@ def _plan(
     if is_turned(matrices.form):
         return NOT_IN_ORDER
     fused_call = matrices.call.with_program(parts.program)
-    own = (*matrices.signature, *signature_of(tuple(parts.types())))
+    own = (*matrices.signature, *signature_of(parts.types()))
     if function.otherwise is not None and (why := dispatch.why_impossible(fused_call, own)):
         return why
     decision = dispatch.decide(fused_call, own)
@@ -242,7 +242,7 @@ def _lowered(
         else:
             run = functools.partial(_shared, call, contraction, function, parts)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
-    run = _run(call, contraction, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
+    run = _run(call, contraction, function, signature_of(ctx.avals_in), gpu=gpu)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 

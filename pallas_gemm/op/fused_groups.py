@@ -215,7 +215,7 @@ def _plan(call: GroupedCall, function: OfRows, signature: Signature) -> FusedGro
     shapes = [jax.ShapeDtypeStruct(*x) for x in given.others]
     of_rows = function.function.types[function.sums :]
     ready = jax.eval_shape(functools.partial(_prepared, parts, places), shapes, of_rows)
-    own = (*call.packed(given.factors, given.sizes), *signature_of(tuple(ready)))
+    own = (*call.packed(given.factors, given.sizes), *signature_of(ready))
     fused_call = call.with_program(program)
     decision = dispatch.decide(fused_call, own)
     return FusedGroups(function, parts, places, fused_call, own, decision)
@@ -255,7 +255,7 @@ def _lowered(
 ) -> Any:
     del devices  # The products learn them.
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        run = _run(call, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
+        run = _run(call, function, signature_of(ctx.avals_in), gpu=gpu)
         return mesh_context.lower_off_mesh(ctx, run, operands)
     lowering.refuse_simulation(call)
     refuse_unpromised(call, "devices share the rows in groups")

@@ -244,14 +244,15 @@ def _transpose(
         return [ad.Zero(wanted) if own else None for own in (*missing, False)]
 
     def compute(dtype: Any, g: jax.Array, other: jax.Array) -> jax.Array:
+        plain, pair = call.plain(dtype), (g, other)
         if call.contracted:
-            pair, form = (other, g), {"contracted": False, "transpose_b": left}
+            pair = other, g
+            plain = dataclasses.replace(plain, contracted=False, transpose_b=left)
         elif left:
-            pair, form = (g, other), {"transpose_b": not call.transpose_b}
+            plain = dataclasses.replace(plain, transpose_b=not call.transpose_b)
         else:
-            pair = (g, other) if call.transpose_b else (other, g)
-            form = {"contracted": True, "transpose_b": False}
-        plain = dataclasses.replace(call.plain(dtype), **form)
+            pair = pair if call.transpose_b else pair[::-1]
+            plain = dataclasses.replace(plain, contracted=True, transpose_b=False)
         return grouped(numerics.resolved_groups(plain, *pair), *pair, sizes)
 
     result = linear.gradient_by(compute, [(cotangent, b if left else a)], wanted.dtype)

@@ -10,13 +10,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from pallas_gemm.call import Call, GroupedCall, Signature, SymmetricCall
+from pallas_gemm.call import Call, GroupedCall, Signature, SymmetricCall, signature_of
 from pallas_gemm.op import kept_kernels, stored
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
@@ -42,7 +41,7 @@ kernel_p = core.Primitive("pallas_gemm_kernel")
 @product_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call, contraction: Contraction, **_: Any) -> Any:
     result = type_by(contraction.by_xla, call, avals)
-    return result, effects(*merged(call, contraction, _signature(avals))[:2])
+    return result, effects(*merged(call, contraction, signature_of(avals))[:2])
 
 
 @functools.lru_cache(maxsize=4096)
@@ -55,7 +54,7 @@ def type_by(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> A
 def _abstract_kernel(*avals: Any, call: Call, decision: Decision, **_: Any) -> Any:
     assert decision.plan is not None
     (result,) = mesh_context.types_off_mesh((decision.plan.realigned.out_shape, call.out_dtype))
-    return result, effects(call, _signature(avals))
+    return result, effects(call, signature_of(avals))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,10 +75,6 @@ def effects_of(call: Call, made: Callable[[], Callable[..., Any]], signature: Si
     with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
         operands = [jax.ShapeDtypeStruct(*operand) for operand in signature]
         return jax.make_jaxpr(made())(*operands).effects - inside
-
-
-def _signature(avals: Any) -> Signature:
-    return tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals)
 
 
 def _lowered(
@@ -110,7 +105,7 @@ def _lowered_in_place(
     A kernel reads an operand as it is stored, where the program transposes it just before.
     """
     platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    given, places, gpu = _signature(ctx.avals_in), (), platforms == ("cuda",)
+    given, places, gpu = signature_of(ctx.avals_in), (), platforms == ("cuda",)
     if mesh_context.is_one_devices(ctx.module_context.axis_context) and len(platforms) == 1:
         turned = [_turned(x, shape) for x, (shape, _) in zip(operands, given, strict=True)]
         if any(turned):
@@ -159,7 +154,7 @@ def _lowered_part(
 ) -> Any:
     """Lowers what one device computes: its dimensions are merged, if a kernel computes it."""
     call = planned(call, gpu)
-    matrices = merged(call, contraction, _signature(ctx.avals_in))
+    matrices = merged(call, contraction, signature_of(ctx.avals_in))
     kernel = _kernel(matrices.call, matrices.signature)
     by_xla = functools.partial(contraction.by_xla, call)
     return mesh_context.lower_off_mesh(ctx, matrices.around(kernel) if kernel else by_xla, operands)
@@ -182,7 +177,7 @@ def lower_matrices(
         otherwise: Computes it from operands where no kernel does.
         gpu: The program is for a GPU.
     """
-    kernel = kernel_of(call, _signature(ctx.avals_in), gpu=gpu)
+    kernel = kernel_of(call, signature_of(ctx.avals_in), gpu=gpu)
     return mesh_context.lower_off_mesh(ctx, kernel or otherwise, operands)
 
 
@@ -203,7 +198,7 @@ def lower_symmetric(
         mirrored: Puts what is below the diagonal of a result above it, too.
         gpu: The program is for a GPU.
     """
-    own, signature = planned(call, gpu), _signature(ctx.avals_in)
+    own, signature = planned(call, gpu), signature_of(ctx.avals_in)
     decision = dispatch.decide(own, signature)
     if decision.plan is not None:
         half = bound(kernel_p, own, decision)
@@ -311,7 +306,7 @@ def lowered_kernel(
     """Lowers what a kernel computes."""
     if gpu and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
         product = kept_kernels.Product(call, decision)
-        return kept_kernels.lower(ctx, operands, product, _signature(ctx.avals_in))
+        return kept_kernels.lower(ctx, operands, product, signature_of(ctx.avals_in))
     return mesh_context.lower_off_mesh(ctx, _traced_once(call, decision), operands)
 
 

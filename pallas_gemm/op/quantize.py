@@ -109,7 +109,7 @@ def _lowered_part(
     gpu: bool,
 ) -> Any:
     """Lowers what one device quantizes."""
-    signature = signature_of(tuple(ctx.avals_in))
+    signature = signature_of(ctx.avals_in)
     device = (target or targeting.first_gpu()) if gpu else None
     chosen = planning.decide(how, signature, device, implementation)
     kept = gpu and chosen.plan is not None and implementation != "interpret"

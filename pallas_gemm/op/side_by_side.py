@@ -87,7 +87,7 @@ class SideBySide(NamedTuple):
         def halves(a: Any, both: Any, *given: Any) -> list[Any]:
             return [a, *(Half(self.axis, i).of(both) for i in range(2)), *self.cut(given)]
 
-        return signature_of(tuple(jax.eval_shape(halves, *types)))
+        return signature_of(jax.eval_shape(halves, *types))
 
     def plan(self, signature: Signature) -> fused.Fused | str:
         """Returns how a kernel computes it where the halves lie, or why none does."""
@@ -187,7 +187,7 @@ def _lowered(
 ) -> Any:
     if not mesh_context.is_one_devices(ctx.module_context.axis_context):
         return mlir.lower_fun(own.apart, multiple_results=True)(ctx, *operands)
-    run = _run(own, signature_of(tuple(ctx.avals_in)), gpu=gpu)
+    run = _run(own, signature_of(ctx.avals_in), gpu=gpu)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 

@@ -89,7 +89,7 @@ def _lowered(
     del devices
     apart = functools.partial(one_by_one, call, contractions)
     avals: Any = ctx.avals_in
-    each = each_merged(call, contractions, signature_of(tuple(avals)))
+    each = each_merged(call, contractions, signature_of(avals))
     whole = merged_sum(each)
     if whole is None or not mesh_context.is_one_devices(ctx.module_context.axis_context):
         return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)

@@ -100,7 +100,7 @@ def _lowered(
             run = functools.partial(loss_partition.shared, work)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
     own = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
-    signature = signature_of(tuple(ctx.avals_in))
+    signature = signature_of(ctx.avals_in)
     whole = gpu and by_one_kernel(own, keep, signature)
     run = functools.partial(loss_chunks.by_kernel if whole else loss_chunks.by_chunks, own, keep)
     return mesh_context.lower_off_mesh(ctx, run, operands)

@@ -9,24 +9,18 @@ the dimension that is larger.
 
 import dataclasses
 import functools
-import hashlib
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend import core
-from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_gemm._version import __version__
 from pallas_gemm.call import signature_of
 from pallas_gemm.op.loss.loss_chunks import over_words
 from pallas_gemm.op.loss.loss_layer import Layer
-from pallas_gemm.op.mesh import mesh_axes, mesh_context
+from pallas_gemm.op.mesh import mesh_axes
+from pallas_gemm.op.mesh.parts import handed_out, named, share
 from pallas_gemm.op.mesh.resharding import Axes
 
 
@@ -59,42 +53,19 @@ class Work(Protocol):
 
 def shared(work: Any, *operands: jax.Array) -> list[jax.Array]:
     """Computes it in parts that XLA hands out to the devices of a mesh."""
-    run = custom_partitioning(lambda *x: list(work.run(*x)))
     given, results = (
         ", ".join(" ".join(own) for own in each) for each in (work.operands, work.results)
     )
     summed = set("".join(work.operands)) - set("".join(work.results)) - {"k"}
-    run.def_partition(
+    run = handed_out(
+        lambda *x: list(work.run(*x)),
         functools.partial(_partition, work),
-        sharding_rule=f"{given} -> {results}",
+        f"{given} -> {results}",
         reduction_factors=tuple(sorted(summed)),
         need_replication_factors=("k",),
-        # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
-        decode_shardings=False,
     )
-    name = f"{work} {signature_of(operands)} {__version__}"
-    with set_xla_metadata(pallas_gemm=hashlib.sha256(name.encode()).hexdigest()):
+    with named(f"{work} {signature_of(operands)}"):
         return run(*operands)
-
-
-_part_p = core.Primitive("pallas_gemm_loss_part")
-"""The part of one device; its arrays are on no mesh, whatever the types around it say."""
-_part_p.multiple_results = True
-
-
-@_part_p.def_abstract_eval
-def _abstract(*_: Any, types: tuple[Any, ...], **__: Any) -> Any:
-    return mesh_context.types_off_mesh(*types)
-
-
-def _lowered(
-    ctx: mlir.LoweringRuleContext, *operands: Any, run: Callable[..., Any], types: Any
-) -> Any:
-    del types
-    return mesh_context.lower_off_mesh(ctx, run, operands)
-
-
-mlir.register_lowering(_part_p, _lowered)
 
 
 def _partition(work: Any, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
@@ -122,19 +93,16 @@ def _partition(work: Any, mesh: Mesh, args: Sequence[Any], results: Sequence[Any
         (own.shard_shape(tuple(x.shape)), x.dtype)
         for own, x in zip(placed_results, results, strict=True)
     )
-    part = functools.partial(_part_p.bind, run=run, types=types)
-    return fine, part, placed_results, tuple(map(sharding, work.operands))
+    return fine, share(run, types), placed_results, tuple(map(sharding, work.operands))
 
 
 def _shared_out(mesh: Mesh, sizes: dict[str, int], placed: dict[str, Axes]) -> dict[str, Axes]:
     """Returns the axes that split tokens and words, into parts of one size."""
     found: dict[str, Axes] = {"t": (), "w": ()}
     for letter in sorted("tw", key=lambda x: -sizes[x]):
-        for axis in placed[letter]:
-            taken = {*found["t"], *found["w"]}
-            parts = math.prod(mesh.shape[own] for own in (*found[letter], axis))
-            if axis not in taken and sizes[letter] % parts == 0:
-                found[letter] += (axis,)
+        taken = {*found["t"], *found["w"]}
+        free = (axis for axis in placed[letter] if axis not in taken)
+        found[letter] = mesh_axes.dividing(mesh, free, sizes[letter])
     return found
 
 

@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import Mesh
@@ -32,7 +31,7 @@ from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_axes, mesh_context, sharing
 from pallas_gemm.op.mesh.mesh_axes import Split
-from pallas_gemm.op.mesh.parts import note, part_p
+from pallas_gemm.op.mesh.parts import handed_out, note, part_p, share
 from pallas_gemm.op.mesh.resharding import Placement
 from pallas_gemm.planning import dispatch, numerics, targeting
 from pallas_gemm.planning.by_xla import xla_program
@@ -91,7 +90,7 @@ class Shared:
     def types(self, *shapes: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
         """Returns the types of the results for factors of these shapes."""
         dims = self.contraction
-        sizes = dict(zip(dims.lhs + dims.rhs, (*shapes[0], *shapes[1]), strict=True)) | {PARTS: 2}
+        sizes = dims.sizes(*shapes[:2]) | {PARTS: 2}
         pairs = zip(self.of_results, self.program.results, strict=True)
         return [
             jax.ShapeDtypeStruct(tuple(sizes[x] for x in letters), own.dtype)
@@ -126,12 +125,11 @@ def shared_program(call: Call, contraction: Contraction, parts: Parts, *operands
     shared = Shared(call, contraction, parts.program, tuple(parts.letters))
     factors, given = shared.factors(operands)
     every = (*factors, *parts.spread(given))
-    run = custom_partitioning(functools.partial(program_part_p.bind, shared=shared))
-    run.def_partition(
+    run = handed_out(
+        functools.partial(program_part_p.bind, shared=shared),
         functools.partial(_partition, shared),
-        sharding_rule=_rule(shared),
+        _rule(shared),
         reduction_factors=mesh_axes.reduced_factors(contraction),
-        decode_shardings=False,
     )
     return parts.finished(given, run(*every))
 
@@ -157,7 +155,7 @@ def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) ->
     factors, _ = shared.factors(args)
     wanted = [mesh_axes.placement(x.sharding, len(x.shape), fine) for x in factors]
     wanted.append(_wanted(shared, fine, results))
-    signature = signature_of(tuple(factors))
+    signature = signature_of(factors)
     split, _ = sharing.share_out(call, shared.contraction, signature, fine, tuple(wanted))
     split = _evenly(shared, split, [x.shape for x in factors])
     _refuse_parts(shared, split)
@@ -170,8 +168,7 @@ def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) ->
         split.local(x.shape, split.placement(own, scattered=False))
         for x, own in zip(factors, shared.of_operands, strict=False)
     ]
-    share = _Share(shared, split, tuple(shared.types(*local)))
-    run = functools.partial(program_share_p.bind, share=share)
+    run = share(_Share(shared, split), signature_of(shared.types(*local)))
     return fine, run, shardings(shared.of_results), tuple(shardings(shared.of_operands))
 
 
@@ -192,7 +189,7 @@ def _wanted(shared: Shared, mesh: Mesh, results: Sequence[Any]) -> Placement:
 def _evenly(shared: Shared, split: Split, shapes: Sequence[Any]) -> Split:
     """Returns a split without the dimensions that it does not divide; sums are not scattered."""
     dims = shared.contraction
-    sizes = dict(zip(dims.lhs + dims.rhs, (*shapes[0], *shapes[1]), strict=True))
+    sizes = dims.sizes(*shapes[:2])
     axes = {x: own if sizes[x] % split.size(own) == 0 else () for x, own in split.axes.items()}
     return dataclasses.replace(split, axes=axes, scattered=dict.fromkeys(dims.out, ()))
 
@@ -243,12 +240,10 @@ class _Share:
     Attributes:
         shared: The whole.
         split: Which axes of the mesh split what.
-        types: The types of the device's results.
     """
 
     shared: Shared
     split: Split
-    types: tuple[Any, ...]
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes it from the device's parts of the operands."""
@@ -289,10 +284,6 @@ ACROSS: dict[str, Callable[..., Any]] = {
 }
 """How the parts of a reduction that devices have become the whole."""
 
-program_share_p = core.Primitive("pallas_gemm_program_share")
-"""A `_Share`; its arrays are on no mesh, whatever the types around it say."""
-program_share_p.multiple_results = True
-
 program_part_p = core.Primitive("pallas_gemm_program_part")
 """The product and the program of one device, by a kernel or by XLA."""
 program_part_p.multiple_results = True
@@ -300,11 +291,6 @@ program_part_p.multiple_results = True
 program_kernel_p = core.Primitive("pallas_gemm_program_kernel")
 """The kernel's part of a function, computed of matrices."""
 program_kernel_p.multiple_results = True
-
-
-@program_share_p.def_abstract_eval
-def _abstract_share(*_: Any, share: _Share) -> Any:
-    return mesh_context.types_off_mesh(*((x.shape, x.dtype) for x in share.types))
 
 
 @program_part_p.def_abstract_eval
@@ -331,14 +317,10 @@ def kernel_types(call: Call, decision: Decision) -> Signature:
     )
 
 
-def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:
-    return mesh_context.lower_share(ctx, share, operands)
-
-
 def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared, gpu: bool) -> Any:
     shared = dataclasses.replace(shared, call=lowering.planned(shared.call, gpu))
     run = functools.partial(shared.by_xla, shared.call)
-    signature = signature_of(tuple(ctx.avals_in))
+    signature = signature_of(ctx.avals_in)
     call, own, form = _of_device(shared, signature)
     # The function was split for rows and columns that are no batch.
     is_other = is_turned(form) or set(form.lead) != set(shared.names.batch)
@@ -380,7 +362,6 @@ def _of_matrices(
     return [x.reshape(own.shape) for x, own in zip(results, types, strict=True)]
 
 
-mlir.register_lowering(program_share_p, _lowered_share)
 for _primitive, _rule_of in (
     (program_part_p, _lowered_part),
     (program_kernel_p, lowering.lowered_kernel),

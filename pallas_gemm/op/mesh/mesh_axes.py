@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -43,11 +43,21 @@ def sums_dtype(call: Call, signature: Signature) -> np.dtype:
     return travelling_dtype(wide, result, call.options.reduced)
 
 
-def sizes_of(call: Call, contraction: Contraction, signature: Signature) -> dict[str, int]:
-    """Returns the size of each dimension of the whole product."""
-    named = call.unpack(signature)
-    letters, shape = contraction.lhs + contraction.rhs, (*named.a[0], *named.b[0])
-    return dict(zip(letters, shape, strict=True))
+def dividing(mesh: Mesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes:
+    """Returns those of some axes that split a dimension into parts of one size.
+
+    Args:
+        mesh: The devices.
+        axes: The axes, the first choice first.
+        size: The size of the dimension.
+        parts: Each part has to be a multiple of this, or of as many parts again.
+    """
+    found: Axes = ()
+    for axis in axes:
+        if size % (parts * mesh.shape[axis]) == 0:
+            parts *= mesh.shape[axis]
+            found += (axis,)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -114,7 +114,7 @@ def lower_off_mesh(
 
     Kernels take no arrays that vary along the axes of a `shard_map`, or are split by their types.
     """
-    types = types_off_mesh(*signature_of(tuple(ctx.avals_in)))
+    types = types_off_mesh(*signature_of(ctx.avals_in))
     with jax.sharding.use_abstract_mesh(no_mesh()):
         lower = mlir.lower_fun(lambda *x: jax.tree.leaves(run(*x)), multiple_results=True)
         inner = ctx.replace(avals_in=types)

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
 from pallas_gemm.call import Call, Operands, Signature, signature_of
@@ -30,7 +29,7 @@ from pallas_gemm.op.canonical import Form, Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import fused_collective, mesh_axes, resharding, sharing
 from pallas_gemm.op.mesh.mesh_axes import Split
-from pallas_gemm.op.mesh.parts import Shared, note, part_p, share_p, told_apart
+from pallas_gemm.op.mesh.parts import Shared, handed_out, note, part_p, share, told_apart
 from pallas_gemm.op.mesh.resharding import Placement, Step
 from pallas_gemm.planning import dispatch, numerics, plans, targeting
 
@@ -38,13 +37,11 @@ from pallas_gemm.planning import dispatch, numerics, plans, targeting
 def shared_product(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
     """Computes a call whose parts XLA hands out to the devices of a mesh."""
     signature = signature_of(operands)
-    shared = custom_partitioning(functools.partial(part_p.bind, call=call, contraction=contraction))
-    shared.def_partition(
+    shared = handed_out(
+        functools.partial(part_p.bind, call=call, contraction=contraction),
         functools.partial(_partition, call, contraction, signature),
-        sharding_rule=mesh_axes.sharding_rule(call, contraction),
+        mesh_axes.sharding_rule(call, contraction),
         reduction_factors=mesh_axes.reduced_factors(contraction),
-        # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
-        decode_shardings=False,
     )
     with told_apart(contraction.by_xla, call, signature):
         return shared(*operands)
@@ -90,8 +87,7 @@ def _partition(
     )
     shape = split.local(result.shape, final)
     whole = Shared(call, contraction, signature, tuple(map(split.sharding, wanted)), received)
-    share = _Share(whole, split, moves, shape)
-    run = functools.partial(share_p.bind, share=share)
+    run = share(_Share(whole, split, moves), ((shape, call.out_dtype),), whole)
     return fine, run, split.sharding(final), tuple(map(split.sharding, given))
 
 
@@ -116,18 +112,11 @@ class _Share:
         whole: The product.
         split: Which axes of the mesh split what.
         moves: How each operand, and last the result, is split anew here.
-        shape: The shape of the device's part of the result.
     """
 
     whole: Shared
     split: Split
     moves: tuple[tuple[Step, ...], ...]
-    shape: tuple[int, ...]
-
-    @property
-    def out_dtype(self) -> np.dtype:
-        """The type of the result."""
-        return self.whole.call.out_dtype
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         """Computes it from the device's parts of the operands."""
@@ -182,7 +171,8 @@ class _Share:
 
     def _without_padding(self, x: jax.Array, letters: str) -> jax.Array:
         """Puts zeros where the last parts of a contracted dimension reach beyond its end."""
-        sizes = mesh_axes.sizes_of(*self.whole[:3])
+        (left, _), (right, _), *_ = self.whole.signature
+        sizes = self.whole.contraction.sizes(left, right)
         for dimension, letter in enumerate(letters):
             axes, size = self.split.axes[letter], x.shape[dimension]
             if letter not in self.whole.contraction.contracted or not axes:
