@@ -41,7 +41,7 @@ from pallas_gemm.op.mesh.fused_partition import (
     shared_program,
 )
 from pallas_gemm.op.mesh.parts import told_apart
-from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, lower_by, product, run_as_jax_does
 from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import dispatch
@@ -287,7 +287,7 @@ def _changes_of_sums(
         dims = [contraction] * function.sums
         of_left = projections(plain, dims, da, [(b,) for b in rights])
     return [
-        _sum([term, None if db is None else product(plain, contraction, a, db)])
+        linear.total([term, None if db is None else product(plain, contraction, a, db)])
         for term, db in zip(of_left, of_rights, strict=True)
     ]
 
@@ -305,12 +305,6 @@ def _changes_in_blocks(
             change = linear.change_by_xla(own, dims.by_xla, x.present(), tangents)
         found.append(change if change is None else joined(change, function.types[0].shape))
     return found
-
-
-def _sum(terms: Sequence[Any]) -> Any:
-    """Adds up the terms that there are; None if there is none."""
-    there = [x for x in terms if x is not None]
-    return sum(there[1:], there[0]) if there else None
 
 
 def _transpose(
@@ -376,5 +370,4 @@ run_as_jax_does(fused_p)
 ad.primitive_jvps[fused_p] = _jvp
 ad.primitive_transposes[fused_p] = _transpose
 batching.primitive_batchers[fused_p] = _batch
-mlir.register_lowering(fused_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(fused_p, functools.partial(_lowered, gpu=True), platform="cuda")
+lower_by(fused_p, _lowered)

@@ -25,10 +25,10 @@ from pallas_gemm.kernels.functions.split import Split, split
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.function_of_sums import Function
-from pallas_gemm.op.grouped import grouped
+from pallas_gemm.op.grouped import changes_of_sums, grouped
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import program_kernel_p, refuse_unpromised
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.dispatch import Decision
@@ -296,10 +296,7 @@ def _changes_of_sums(call: GroupedCall, given: Given, moves: Given) -> list[Any]
                 change = linear.change_by_xla(own, xla_groups.by_jax, operands, tangents)
             found.append(change)
             continue
-        plain = call.plain(np.float32)
-        terms = [] if dx.a is None else [grouped(plain, dx.a, x.b, given.sizes)]
-        terms += [] if dx.b is None else [grouped(plain, x.a, dx.b, given.sizes)]
-        found.append(sum(terms[1:], terms[0]) if terms else None)
+        found.append(linear.total(changes_of_sums(call, x, dx, given.sizes)))
     return found
 
 
@@ -318,5 +315,4 @@ def _batch(
 run_as_jax_does(fused_groups_p)
 ad.primitive_jvps[fused_groups_p] = _jvp
 batching.primitive_batchers[fused_groups_p] = _batch
-mlir.register_lowering(fused_groups_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(fused_groups_p, functools.partial(_lowered, gpu=True), platform="cuda")
+lower_by(fused_groups_p, _lowered)

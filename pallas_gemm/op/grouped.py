@@ -29,7 +29,7 @@ from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.grouped_partition import grouped_part_p, shared_groups
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
 from pallas_gemm.planning import numerics
 from pallas_gemm.planning.by_xla import xla, xla_groups
 from pallas_gemm.problem import SCALES
@@ -144,7 +144,8 @@ def _lowered_part(
         otherwise = functools.partial(_of_matrices, _part, again)
     else:
         otherwise = functools.partial(xla_groups.by_tiles, call)
-    return lowering.lower_matrices(ctx, operands, call, otherwise, gpu=gpu)
+    kernel = lowering.kernel_of(lowering.planned(call, gpu), signature_of(ctx.avals_in))
+    return mesh_context.lower_off_mesh(ctx, kernel or otherwise, operands)
 
 
 def _has_few_bits(call: GroupedCall, operands: Sequence[Any]) -> bool:
@@ -165,29 +166,31 @@ def _part(call: GroupedCall, *operands: jax.Array) -> jax.Array:
 
 
 def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[Any, Any]:
+    changes, given = linear.changes(tangents), call.unpack(primals)
+    moved = call.unpack(changes)
     in_groups = call.contracted and call.epilogue.blocks
     if in_groups or _has_few_bits(call, primals):
-        check_weights(primals, call.unpack(linear.changes(tangents)))
+        check_weights(primals, moved)
         by_matrices = functools.partial(_of_matrices, grouped, call)
-        change = linear.change_by(by_matrices, primals, linear.changes(tangents))
+        change = linear.change_by(by_matrices, primals, changes)
         return linear.named(grouped(call, *primals)), change
     if call.epilogue.blocks:
-        change = linear.change_by_xla(call, xla_groups.by_jax, primals, linear.changes(tangents))
+        change = linear.change_by_xla(call, xla_groups.by_jax, primals, changes)
         return linear.named(grouped(call, *primals)), change
     if not call.epilogue.is_identity:
-        return _jvp_of_epilogue(call, primals, linear.changes(tangents))
+        return _jvp_of_epilogue(call, primals, changes)
     result = linear.named(grouped(call, *primals))
-    terms = _changes_of_sums(call, primals, linear.changes(tangents))
+    terms = changes_of_sums(call, given, moved, call.sizes(primals))
     return result, linear.rounded_sum(terms, result)
 
 
-def _changes_of_sums(call: GroupedCall, given: Any, moved: Any) -> list[jax.Array]:
+def changes_of_sums(
+    call: GroupedCall, given: Operands, moved: Operands, sizes: Any
+) -> list[jax.Array]:
     """Returns the products by which the sums of a call change, which are added up."""
-    (a, b), sizes = call.unpack(given)[:2], call.sizes(given)
-    da, db = call.unpack(moved)[:2]
     plain = call.plain(jnp.float32)
-    terms = [] if da is None else [grouped(plain, da, b, sizes)]
-    return terms + ([] if db is None else [grouped(plain, a, db, sizes)])
+    terms = [] if moved.a is None else [grouped(plain, moved.a, given.b, sizes)]
+    return terms + ([] if moved.b is None else [grouped(plain, given.a, moved.b, sizes)])
 
 
 def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[Any, Any]:
@@ -218,11 +221,12 @@ def _affine_change(call: GroupedCall, given: Any, moved: Any, result: jax.Array)
     # In place of the sums, of which nothing but the type counts.
     sums = result.astype(xla.wide_dtype(own.a.dtype, own.b.dtype, call.out_dtype))
     names = call.epilogue.operands
-    change = linear.rounded_sum(_changes_of_sums(call, given, moved), sums)
+    sizes = call.sizes(given)
+    change = linear.rounded_sum(changes_of_sums(call, own, changed, sizes), sums)
 
     def finish(sums: jax.Array, *extras: jax.Array) -> jax.Array:
         named = Operands(None, None, **dict(zip(names, extras, strict=True)))
-        return xla_groups.applied(call, [sums], named, call.sizes(given))
+        return xla_groups.applied(call, [sums], named, sizes)
 
     primals, changes = ([getattr(x, name) for name in names] for x in (own, changed))
     return linear.derived(finish, (sums, *primals), (change, *changes))[1]
@@ -295,6 +299,5 @@ run_as_jax_does(grouped_p)
 ad.primitive_jvps[grouped_p] = _jvp
 ad.primitive_transposes[grouped_p] = _transpose
 batching.primitive_batchers[grouped_p] = _batch
-for _primitive, _rule in ((grouped_p, _lowered), (grouped_part_p, _lowered_part)):
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")
+lower_by(grouped_p, _lowered)
+lower_by(grouped_part_p, _lowered_part)

@@ -9,6 +9,7 @@ kernel for mixed types: a float32 cotangent becomes bfloat16 beside a bfloat16 o
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -132,17 +133,31 @@ def affine_change(
     return terms
 
 
-def rounded_sum(terms: list[jax.Array], like: jax.Array) -> Any:
+def residual_change(epilogue: Epilogue, given: Operands, moved: Operands) -> list[jax.Array]:
+    """Returns the terms, in float32, that a residual and its factor change."""
+    terms = []
+    if moved.residual is not None:
+        beta = given.beta if epilogue.beta is None else np.float32(epilogue.beta)
+        terms.append(moved.residual.astype(jnp.float32) * beta.astype(jnp.float32))
+    if moved.beta is not None:
+        terms.append(given.residual.astype(jnp.float32) * moved.beta.astype(jnp.float32))
+    return terms
+
+
+def total(terms: Sequence[Any]) -> Any:
+    """Adds up the terms that there are; None if there is none."""
+    there = [x for x in terms if x is not None]
+    return functools.reduce(operator.add, there) if there else None
+
+
+def rounded_sum(terms: Sequence[jax.Array], like: jax.Array) -> Any:
     """Adds up terms of a change, rounds the sum to the type of a result; without terms it is 0."""
-    if not terms:
+    if (found := total(terms)) is None:
         return jnp.zeros_like(like)
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    if total.shape != like.shape:
+    if found.shape != like.shape:
         # All of them are of operands that several products share.
-        total = jnp.broadcast_to(total, like.shape)
-    return total.astype(like.dtype)
+        found = jnp.broadcast_to(found, like.shape)
+    return found.astype(like.dtype)
 
 
 def kept_dtype(out_dtype: Any) -> np.dtype:

@@ -5,7 +5,7 @@ choice between a kernel and XLA's product is made for the part of one device alo
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,13 +15,13 @@ from jax.extend import core
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from pallas_gemm.call import Call, GroupedCall, Signature, SymmetricCall, signature_of
+from pallas_gemm.call import Call, GroupedCall, Signature, signature_of
 from pallas_gemm.op import kept_kernels, stored
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context, partition
 from pallas_gemm.op.mesh.parts import part_p
-from pallas_gemm.op.product import product_p
+from pallas_gemm.op.product import lower_by, product_p
 from pallas_gemm.planning import dispatch, ignored, implementation, numerics, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.by_xla import xla, xla_groups
@@ -155,64 +155,9 @@ def _lowered_part(
     """Lowers what one device computes: its dimensions are merged, if a kernel computes it."""
     call = planned(call, gpu)
     matrices = merged(call, contraction, signature_of(ctx.avals_in))
-    kernel = _kernel(matrices.call, matrices.signature)
+    kernel = kernel_of(matrices.call, matrices.signature)
     by_xla = functools.partial(contraction.by_xla, call)
     return mesh_context.lower_off_mesh(ctx, matrices.around(kernel) if kernel else by_xla, operands)
-
-
-def lower_matrices(
-    ctx: mlir.LoweringRuleContext,
-    operands: Sequence[Any],
-    call: Call,
-    otherwise: Callable[..., Any],
-    *,
-    gpu: bool,
-) -> Any:
-    """Lowers what one device computes of operands as they are.
-
-    Args:
-        ctx: As JAX gives it to a lowering rule.
-        operands: The operands of the call, lowered.
-        call: The product to compute.
-        otherwise: Computes it from operands where no kernel does.
-        gpu: The program is for a GPU.
-    """
-    kernel = kernel_of(call, signature_of(ctx.avals_in), gpu=gpu)
-    return mesh_context.lower_off_mesh(ctx, kernel or otherwise, operands)
-
-
-def lower_symmetric(
-    ctx: mlir.LoweringRuleContext,
-    operands: Sequence[Any],
-    call: SymmetricCall,
-    mirrored: Callable[[Any], Any],
-    *,
-    gpu: bool,
-) -> Any:
-    """Lowers what one device computes of a product whose result is symmetric.
-
-    Args:
-        ctx: As JAX gives it to a lowering rule.
-        operands: The operands of the call, lowered.
-        call: The product to compute.
-        mirrored: Puts what is below the diagonal of a result above it, too.
-        gpu: The program is for a GPU.
-    """
-    own, signature = planned(call, gpu), signature_of(ctx.avals_in)
-    decision = dispatch.decide(own, signature)
-    if decision.plan is not None:
-        half = bound(kernel_p, own, decision)
-        return mesh_context.lower_off_mesh(ctx, half, operands)
-    every = call.whole.with_target(own.options.target)
-    kernel = _kernel(every, signature)
-    whole = kernel or functools.partial(xla.product, every)
-
-    def run(*operands: Any) -> Any:
-        result = whole(*operands)
-        # Kernels add up in one order wherever an element is, XLA's need not.
-        return result if kernel and call.symmetric == "gram" else mirrored(result)
-
-    return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 def planned[C: Call](call: C, gpu: bool) -> C:
@@ -236,13 +181,13 @@ def planned[C: Call](call: C, gpu: bool) -> C:
     return call.with_target(None)
 
 
-def kernel_of(call: Call, signature: Signature, *, gpu: bool) -> Callable[..., Any] | None:
-    """Returns the function of matrices that a kernel computes, in a program for a GPU or not."""
-    return _kernel(planned(call, gpu), signature)
+def kernel_of(call: Call, signature: Signature) -> Callable[..., Any] | None:
+    """Returns the function of matrices that a kernel computes; None if XLA multiplies them.
 
-
-def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
-    """Returns the function of the matrices that a kernel computes; None if XLA multiplies them."""
+    Args:
+        call: The product, with the GPU to plan for.
+        signature: Shapes and types of its operands.
+    """
     decision = dispatch.decide(call, signature)
     if decision.plan is None:
         ignored.warn_of_options(call.options, decision.reason)
@@ -325,12 +270,8 @@ def _refuse_gpu_kernel(call: Call) -> None:
         )
 
 
-for _primitive, _rule in (
-    (whole_p, _lowered),
-    (part_p, _lowered_part),
-    (kernel_p, lowered_kernel),
-):
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")
+lower_by(whole_p, _lowered)
+lower_by(part_p, _lowered_part)
+lower_by(kernel_p, lowered_kernel)
 # JAX lowers what it caches apart from the program, where nobody sees what makes the operands.
 mlir.register_lowering(product_p, _lowered_in_place, cacheable=False)

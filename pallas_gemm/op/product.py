@@ -11,10 +11,12 @@ The gradient of weights that are shared under `vmap` is one product that contrac
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import mlir
 from jax.interpreters.xla import apply_primitive
 
 from pallas_gemm.call import Call
@@ -69,6 +71,12 @@ def run_as_jax_does(primitive: core.Primitive) -> None:
     a `jax.jit` around it would call itself in both.
     """
     primitive.def_impl(functools.partial(apply_primitive, primitive))
+
+
+def lower_by(primitive: core.Primitive, rule: Callable[..., Any]) -> None:
+    """Lets a rule lower a primitive; it is told whether the program is for a GPU."""
+    mlir.register_lowering(primitive, functools.partial(rule, gpu=False))
+    mlir.register_lowering(primitive, functools.partial(rule, gpu=True), platform="cuda")
 
 
 run_as_jax_does(product_p)

@@ -22,7 +22,7 @@ from pallas_gemm.kernels import quantize as blocks
 from pallas_gemm.kernels.quantize import Quantization
 from pallas_gemm.op import kept_kernels
 from pallas_gemm.op.mesh import mesh_context, quantize_partition
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
 from pallas_gemm.planning import quantize as planning
 from pallas_gemm.planning import targeting
 
@@ -134,6 +134,5 @@ def _batch(operands: Any, dims: Any, **options: Any) -> Any:
 run_as_jax_does(quantize_p)
 ad.primitive_jvps[quantize_p] = _jvp
 batching.primitive_batchers[quantize_p] = _batch
-for _primitive, _rule in ((quantize_p, _lowered), (_part_p, _lowered_part)):
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")
+lower_by(quantize_p, _lowered)
+lower_by(_part_p, _lowered_part)

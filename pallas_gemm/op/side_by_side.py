@@ -27,7 +27,7 @@ from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import kernel_types
 from pallas_gemm.op.part_kernels import Part, part_kernel_p, why_whole
-from pallas_gemm.op.product import run_as_jax_does
+from pallas_gemm.op.product import lower_by, run_as_jax_does
 
 side_by_side_p = core.Primitive("pallas_gemm_side_by_side")
 side_by_side_p.multiple_results = True
@@ -210,5 +210,4 @@ run_as_jax_does(side_by_side_p)
 ad.primitive_jvps[side_by_side_p] = _jvp
 ad.primitive_transposes[side_by_side_p] = _transpose
 batching.primitive_batchers[side_by_side_p] = _batch
-mlir.register_lowering(side_by_side_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(side_by_side_p, functools.partial(_lowered, gpu=True), platform="cuda")
+lower_by(side_by_side_p, _lowered)

@@ -8,7 +8,6 @@ computes it. Where no kernel takes all operands, it is computed product by produ
 
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction, of_matrices
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, lower_by, product, run_as_jax_does
 
 sum_p = core.Primitive("pallas_gemm_sum")
 
@@ -51,7 +50,7 @@ def one_by_one(
     """Computes the products and adds them up as JAX adds up gradients: the last one first."""
     every = list(zip(contractions, call.pairs(operands), strict=True))
     products = [product(call.each, own, *pair) for own, pair in reversed(every)]
-    return functools.reduce(operator.add, products)
+    return linear.total(products)
 
 
 def each_merged(
@@ -93,7 +92,7 @@ def _lowered(
     whole = merged_sum(each)
     if whole is None or not mesh_context.is_one_devices(ctx.module_context.axis_context):
         return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
-    multiply = lowering.kernel_of(*whole, gpu=gpu)
+    multiply = lowering.kernel_of(lowering.planned(whole[0], gpu), whole[1])
     if multiply is None:
         return mesh_context.lower_off_mesh(ctx, apart, operands)
 
@@ -151,5 +150,4 @@ run_as_jax_does(sum_p)
 ad.primitive_jvps[sum_p] = _jvp
 ad.primitive_transposes[sum_p] = _transpose
 batching.primitive_batchers[sum_p] = _batch
-mlir.register_lowering(sum_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(sum_p, functools.partial(_lowered, gpu=True), platform="cuda")
+lower_by(sum_p, _lowered)

@@ -21,16 +21,18 @@ from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.call import DIMENSIONS, NO_EPILOGUE, Operands, SymmetricCall, signature_of
+from pallas_gemm.call import DIMENSIONS, Operands, SymmetricCall, signature_of
 from pallas_gemm.op import linear, lowering
-from pallas_gemm.op.contraction import Contraction, of_matrices
+from pallas_gemm.op.contraction import of_matrices
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import (
     equally_varying,
+    lower_by,
     product,
     product_of_matrices,
     run_as_jax_does,
 )
+from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.by_xla import xla
 
 symmetric_p = core.Primitive("pallas_gemm_symmetric")
@@ -55,13 +57,26 @@ def _abstract(*avals: Any, call: SymmetricCall, **_: Any) -> Any:
 
 
 def _lowered(
-    ctx: mlir.LoweringRuleContext, *operands: Any, call: SymmetricCall, devices: Any, gpu: bool
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: SymmetricCall, gpu: bool, **_: Any
 ) -> Any:
-    del devices
-    if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        return lowering.lower_symmetric(ctx, operands, call, mirrored, gpu=gpu)
-    whole = functools.partial(product_of_matrices, call.whole)
-    return mlir.lower_fun(whole, multiple_results=False)(ctx, *operands)
+    if not mesh_context.is_one_devices(ctx.module_context.axis_context):
+        whole = functools.partial(product_of_matrices, call.whole)
+        return mlir.lower_fun(whole, multiple_results=False)(ctx, *operands)
+    own, signature = lowering.planned(call, gpu), signature_of(ctx.avals_in)
+    decision = dispatch.decide(own, signature)
+    if decision.plan is not None:
+        half = lowering.bound(lowering.kernel_p, own, decision)
+        return mesh_context.lower_off_mesh(ctx, half, operands)
+    every = call.whole.with_target(own.options.target)
+    kernel = lowering.kernel_of(every, signature)
+    compute = kernel or functools.partial(xla.product, every)
+
+    def run(*operands: Any) -> Any:
+        result = compute(*operands)
+        # Kernels add up in one order wherever an element is, XLA's need not.
+        return result if kernel and call.symmetric == "gram" else mirrored(result)
+
+    return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 def _jvp(primals: Any, tangents: Any, *, call: SymmetricCall, **_: Any) -> tuple[Any, Any]:
@@ -82,29 +97,12 @@ def _jvp(primals: Any, tangents: Any, *, call: SymmetricCall, **_: Any) -> tuple
         of_left += [jnp.swapaxes(term, -1, -2) for term in of_left]
         moved = moved._replace(b=None)
     terms = linear.affine_change(whole, contraction, given, moved, of_left)
-    terms += _changes_of_scales(call, contraction, given, moved)
-    return result, linear.rounded_sum(terms, result)
-
-
-def _changes_of_scales(
-    call: SymmetricCall, contraction: Contraction, given: Operands, moved: Operands
-) -> list[jax.Array]:
-    """Returns the terms, in float32, that alpha, the residual and beta change."""
-    terms = []
     ready, change = contraction.aligned(given), contraction.aligned(moved)
     if moved.alpha is not None:
-        sums = symmetric(
-            dataclasses.replace(call, out_dtype=np.dtype(np.float32), epilogue=NO_EPILOGUE),
-            given.a,
-            given.b,
-        )
+        sums = symmetric(call.sums(np.float32), given.a, given.b)
         terms.append(sums * change.alpha.astype(np.float32))
-    if moved.residual is not None:
-        beta = np.float32(call.epilogue.beta) if given.beta is None else ready.beta
-        terms.append(change.residual.astype(np.float32) * beta.astype(np.float32))
-    if moved.beta is not None:
-        terms.append(ready.residual.astype(np.float32) * change.beta.astype(np.float32))
-    return terms
+    terms += linear.residual_change(call.epilogue, ready, change)
+    return result, linear.rounded_sum(terms, result)
 
 
 def _batch(
@@ -148,5 +146,4 @@ def _in_batch(x: Any, dim: int | None, size: int, batch: int | None, *, inner: b
 run_as_jax_does(symmetric_p)
 ad.primitive_jvps[symmetric_p] = _jvp
 batching.primitive_batchers[symmetric_p] = _batch
-mlir.register_lowering(symmetric_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(symmetric_p, functools.partial(_lowered, gpu=True), platform="cuda")
+lower_by(symmetric_p, _lowered)

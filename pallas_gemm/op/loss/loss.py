@@ -28,7 +28,7 @@ from pallas_gemm.op.loss.loss_gradient import gradients
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss.loss_waiting import waiting, waiting_p
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, lower_by, product, run_as_jax_does
 
 statistics_p = core.Primitive("pallas_gemm_loss")
 statistics_p.multiple_results = True
@@ -246,6 +246,5 @@ ad.primitive_jvps[change_p] = _change_jvp
 ad.primitive_transposes[change_p] = _transpose
 batching.primitive_batchers[statistics_p] = _batch
 batching.primitive_batchers[change_p] = _batch_change
-mlir.register_lowering(statistics_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(statistics_p, functools.partial(_lowered, gpu=True), platform="cuda")
+lower_by(statistics_p, _lowered)
 mlir.register_lowering(change_p, mlir.lower_fun(_change, multiple_results=True))

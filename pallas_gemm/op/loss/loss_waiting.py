@@ -27,7 +27,7 @@ from pallas_gemm.op import lowering
 from pallas_gemm.op.loss import loss_windows
 from pallas_gemm.op.loss.loss_layer import Given, Layer
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
 
 Statistics = Callable[..., Sequence[jax.Array]]
 waiting_p = core.Primitive("pallas_gemm_loss_waiting")
@@ -112,5 +112,4 @@ def _batch(operands: Any, dims: Any, *, layer: Layer, statistics: Statistics) ->
 
 run_as_jax_does(waiting_p)
 batching.primitive_batchers[waiting_p] = _batch
-mlir.register_lowering(waiting_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(waiting_p, functools.partial(_lowered, gpu=True), platform="cuda")
+lower_by(waiting_p, _lowered)

@@ -52,19 +52,18 @@ class Products(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """How chunks are computed: see `loss_chunks.Slices`.
+    """Chunks by kernels; `at` is where one begins, and how many words it has.
 
     Attributes:
-        layer: The layer.
         parts: The chunks.
         of: The kernels, by the words of a chunk.
     """
 
-    layer: Layer
     parts: Chunks
     of: dict[int, Products]
 
     together = 1
+    """Chunks in a round of the loop."""
 
     def words(self, given: Given, start: Any, size: int) -> Given:
         """Returns the operands of some words: of the weight, all."""
@@ -74,7 +73,10 @@ class Windows(NamedTuple):
     def slopes(
         self, with_bias: bool, own: Given, slopes: Slopes, at: Any, above: int
     ) -> list[jax.Array]:
-        """Computes the slopes of some words, and the gradient of their bias."""
+        """Computes the slopes of some words below those of other tokens, and their bias's gradient.
+
+        There is room for this many other tokens above.
+        """
         start, size = at
         found = self.of[size].slopes
         del with_bias  # The function knows.
@@ -144,7 +146,7 @@ def planned(
         if isinstance(products, str):
             return products
         found[size] = products
-    return Windows(layer, parts, found)
+    return Windows(parts, found)
 
 
 def _by_kernel(call: Call) -> Call:

@@ -33,6 +33,7 @@ from pallas_gemm.op.mesh import mesh_axes, mesh_context, sharing
 from pallas_gemm.op.mesh.mesh_axes import Split
 from pallas_gemm.op.mesh.parts import handed_out, note, part_p, share
 from pallas_gemm.op.mesh.resharding import Placement
+from pallas_gemm.op.product import lower_by
 from pallas_gemm.planning import dispatch, numerics, targeting
 from pallas_gemm.planning.by_xla import xla_program
 from pallas_gemm.planning.dispatch import Decision
@@ -362,9 +363,5 @@ def _of_matrices(
     return [x.reshape(own.shape) for x, own in zip(results, types, strict=True)]
 
 
-for _primitive, _rule_of in (
-    (program_part_p, _lowered_part),
-    (program_kernel_p, lowering.lowered_kernel),
-):
-    mlir.register_lowering(_primitive, functools.partial(_rule_of, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule_of, gpu=True), platform="cuda")
+lower_by(program_part_p, _lowered_part)
+lower_by(program_kernel_p, lowering.lowered_kernel)
