@@ -175,6 +175,11 @@ class Call:
         """Gives each operand its name; of a sum of products, those of the first."""
         return Operands(**dict(zip(self.names, operands, strict=False)))
 
+    def each_sum(self, given: Operands) -> list[Operands]:
+        """Returns what each of its sums takes of the factors and of the values of their blocks."""
+        names = self.epilogue.of_blocks.operands
+        return [given.of_sum(names, up=up) for up in (False, True)[: 1 + self.epilogue.gated]]
+
     def matrix_shape(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the rows and columns of the result for operands of these shapes."""
         return (

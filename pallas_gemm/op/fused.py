@@ -70,13 +70,19 @@ def fused(
 
 
 def apart(
-    call: Call, contraction: Contraction, function: Function, *operands: jax.Array
+    call: Call,
+    contraction: Contraction,
+    function: Function,
+    *operands: jax.Array,
+    multiply: Callable[..., jax.Array] = product,
 ) -> list[jax.Array]:
     """Computes the product, then the function by XLA."""
     factors, given = factors_of(call, operands)
     each = each_sum(call, contraction, factors, function.rounds_to or call.out_dtype)
-    sums = [product(own, dims, *x.present()).astype(call.out_dtype) for own, dims, x in each]
-    return function(*_joined(function, sums), *given)
+    sums = [multiply(own, dims, *x.present()).astype(call.out_dtype) for own, dims, x in each]
+    # None of the dimensions that a function takes are cut.
+    whole = (joined(x, own.shape) for x, own in zip(sums, function.types, strict=False))
+    return function(*whole, *given)
 
 
 def factors_of(call: Call, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -89,20 +95,9 @@ def each_sum(
     call: Call, contraction: Contraction, factors: Sequence[Any], dtype: Any
 ) -> list[tuple[Call, Contraction, Operands]]:
     """Returns the product that each sum is, in a type: what it takes of factors and scales."""
-    plain, given = call.sums(dtype), call.unpack(factors)
-    return [
-        (
-            plain,
-            contraction.of_up if up else contraction,
-            given.of_sum(plain.epilogue.operands, up=up),
-        )
-        for up in (False, True)[: 1 + call.epilogue.gated]
-    ]
-
-
-def _joined(function: Function, sums: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns sums in the shape that a function takes, where none of its dimensions are cut."""
-    return [joined(x, own.shape) for x, own in zip(sums, function.types, strict=False)]
+    plain, dims = call.sums(dtype), (contraction, contraction.of_up)
+    each = call.each_sum(call.unpack(factors))
+    return [(plain, own, x) for own, x in zip(dims, each, strict=False)]
 
 
 class Fused(NamedTuple):
@@ -182,23 +177,17 @@ def _plan(
 def _abstract(
     *avals: Any, call: Call, contraction: Contraction, function: Function, **_: Any
 ) -> Any:
-    return _types(call, contraction, function, avals), effects(call, contraction, function, avals)
-
-
-@functools.lru_cache(maxsize=4096)
-def _types(
-    call: Call, contraction: Contraction, function: Function, avals: tuple[Any, ...]
-) -> list[Any]:
-    by_xla = functools.partial(_by_xla, contraction, function, call)
-    return jax.make_jaxpr(by_xla)(*avals).out_avals
+    types = lowering.types_by(avals, _by_xla, contraction, function, call)
+    return types, effects(call, contraction, function, avals)
 
 
 def _by_xla(contraction: Contraction, function: Function, call: Call, *operands: Any) -> list[Any]:
     """Computes it as JAX would."""
-    factors, given = factors_of(call, operands)
-    each = each_sum(call, contraction, factors, call.out_dtype)
-    sums = [dims.by_xla(own, *x.present()) for own, dims, x in each]
-    return function(*_joined(function, sums), *given)
+
+    def multiply(own: Call, dims: Contraction, *factors: Any) -> jax.Array:
+        return dims.by_xla(own, *factors)
+
+    return apart(call, contraction, function, *operands, multiply=multiply)
 
 
 def effects(call: Call, contraction: Contraction, function: Function, avals: Any) -> Any:

@@ -99,9 +99,7 @@ class Given(NamedTuple):
 
     def each_sum(self, call: GroupedCall, dtype: Any) -> list[tuple[GroupedCall, tuple[Any, ...]]]:
         """Returns the product that each sum is, in a type, and its operands."""
-        plain = call.sums(dtype)
-        every = (False, True)[: 1 + call.epilogue.gated]
-        each = (self.factors.of_sum(plain.epilogue.operands, up=up) for up in every)
+        plain, each = call.sums(dtype), call.each_sum(self.factors)
         return [(plain, plain.packed(own, self.sizes)) for own in each]
 
 
@@ -225,13 +223,11 @@ def _plan(call: GroupedCall, function: OfRows, signature: Signature) -> FusedGro
 def _abstract(*avals: Any, call: GroupedCall, function: OfRows, **_: Any) -> Any:
     given = signature_of(avals)
     run = functools.partial(_run, call, function, given, gpu=False)
-    return _types(call, function, avals), lowering.effects_of(call, run, given)
+    types = lowering.types_by(avals, _by_jax, call, function)
+    return types, lowering.effects_of(call, run, given)
 
 
-@functools.lru_cache(maxsize=4096)
-def _types(call: GroupedCall, function: OfRows, avals: tuple[Any, ...]) -> list[Any]:
-    by_jax = functools.partial(apart, call, function, multiply=xla_groups.by_jax)
-    return jax.make_jaxpr(by_jax)(*avals).out_avals
+_by_jax = functools.partial(apart, multiply=xla_groups.by_jax)
 
 
 def _run(
@@ -284,16 +280,16 @@ def _jvp(
 def _changes_of_sums(call: GroupedCall, given: Given, moves: Given) -> list[Any]:
     """Returns how each sum changes with its factors and scales; None where it does not."""
     found: list[Any] = []
-    each = given.each_sum(call, np.float32)
-    for up, (own, operands) in enumerate(each):
-        x = given.factors.of_sum(own.epilogue.operands, up=up > 0)
-        dx = moves.factors.of_sum(own.epilogue.operands, up=up > 0)
+    each = map(call.each_sum, (given.factors, moves.factors))
+    for x, dx in zip(*each, strict=True):
         if call.epilogue.blocks:
             pairs = zip(x, dx, strict=True)
             a, b, *scales = (t for own_x, t in pairs if own_x is not None)
             tangents, change = (a, b, None, *scales), None
             if any(t is not None for t in tangents):
-                change = linear.change_by_xla(own, xla_groups.by_jax, operands, tangents)
+                plain = call.sums(np.float32)
+                operands = plain.packed(x, given.sizes)
+                change = linear.change_by_xla(plain, xla_groups.by_jax, operands, tangents)
             found.append(change)
             continue
         found.append(linear.total(changes_of_sums(call, x, dx, given.sizes)))

@@ -45,9 +45,14 @@ def _abstract(*avals: Any, call: Call, contraction: Contraction, **_: Any) -> An
 
 
 @functools.lru_cache(maxsize=4096)
+def types_by(avals: tuple[Any, ...], by_xla: Callable[..., Any], *static: Any) -> list[Any]:
+    """Returns the types of what XLA computes, with shardings and manual axes."""
+    return jax.make_jaxpr(functools.partial(by_xla, *static))(*avals).out_avals
+
+
 def type_by(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> Any:
-    """Returns the type of what XLA computes, with its sharding and manual axes."""
-    return jax.make_jaxpr(functools.partial(by_xla, call))(*avals).out_avals[0]
+    """Returns the type of a result that XLA computes of a call."""
+    return types_by(avals, by_xla, call)[0]
 
 
 @kernel_p.def_effectful_abstract_eval
@@ -175,7 +180,12 @@ def planned[C: Call](call: C, gpu: bool) -> C:
         return own
     if call.options.implementation == "interpret":
         return call
-    _refuse_gpu_kernel(call)
+    asked = call.options.implementation
+    if asked in [architecture.name for architecture in ARCHITECTURES]:
+        raise ValueError(
+            f"implementation={asked!r} needs an NVIDIA GPU, but this program is compiled for"
+            " another platform; None takes what there is, 'interpret' simulates the kernel"
+        )
     if call.options.target is None and (promised := call.options.numerics) is not None:
         raise ValueError(numerics.why_not_kept(promised, numerics.ELSEWHERE))
     return call.with_target(None)
@@ -259,15 +269,6 @@ def lowered_kernel(
 def _traced_once(call: Call, decision: Decision) -> Callable[..., Any]:
     """Returns a kernel, or its simulation, that is traced once, in however many programs it is."""
     return jax.jit(implementation.of(decision, call))
-
-
-def _refuse_gpu_kernel(call: Call) -> None:
-    asked = call.options.implementation
-    if asked in [architecture.name for architecture in ARCHITECTURES]:
-        raise ValueError(
-            f"implementation={asked!r} needs an NVIDIA GPU, but this program is compiled for"
-            " another platform; None takes what there is, 'interpret' simulates the kernel"
-        )
 
 
 lower_by(whole_p, _lowered)

@@ -116,7 +116,9 @@ def _batch(
         name: x.ndim - (getattr(mapped, name) is not None) > len(DIMENSIONS[name])
         for name, x in own.items()
     }
-    batch = next((_batch_of(own[n], getattr(mapped, n)) for n in inner if inner[n]), None)
+    # What is mapped stands in front of the batch, or behind it.
+    sizes = (x.shape[getattr(mapped, name) == 0] for name, x in own.items() if inner[name])
+    batch = next(sizes, None)
     # Of a batch, at least one factor has its own; both of a "gram" are one array.
     none = (mapped.a, mapped.b) == (None, None)
     ready = {}
@@ -126,11 +128,6 @@ def _batch(
         ready[name] = x if is_shared else _in_batch(x, dim, size, batch, inner=inner[name])
     result = symmetric(call, *Operands(**{"a": None, "b": None} | ready).present())
     return result.reshape(size, *(() if batch is None else (batch,)), *result.shape[-2:]), 0
-
-
-def _batch_of(x: Any, dim: int | None) -> int:
-    """Returns the size of the batch that an operand has beside what is mapped."""
-    return x.shape[1 if dim == 0 else 0]
 
 
 def _in_batch(x: Any, dim: int | None, size: int, batch: int | None, *, inner: bool) -> jax.Array:

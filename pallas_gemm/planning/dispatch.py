@@ -239,7 +239,7 @@ def _why_xla(call: Call, problem: Problem, plan: Plan) -> str | None:
     by_xla = xla_time.seconds(problem, plan.device, call.precision)
     # Both cast alike.
     prepares = any(step.bytes and step.action != "cast" for step in plan.realigned.passes)
-    prepares = prepares or xla_time.turns(problem) or odd_sizes.is_slow(problem)
+    prepares = prepares or xla_time.transposes(problem) or odd_sizes.is_slow(problem)
     prepares = prepares or copies.copied(problem) > 0
     if by_xla is not None and prepares:
         return _why_not_prepared(plan, by_xla)

@@ -196,18 +196,12 @@ def realign_groups(
             return Realigned(own, unfused=why)
         if own.ragged_k:
             continue
-        turned = _turned_matrices(own)
-        others = tuple(refusals(turned.problem))
+        turned = dataclasses.replace(own, transpose_b=not own.transpose_b)
+        others = tuple(refusals(turned))
         if not others:
-            return dataclasses.replace(turned, unfused=why)
+            return Realigned(turned, tuple(_remedy_steps(own, turned)[0]), unfused=why)
         refused = min(refused, others, key=len)
     return refused
-
-
-def _turned_matrices(problem: Problem) -> Realigned:
-    """Returns the way to a product of groups whose matrices are stored the other way round."""
-    turned = dataclasses.replace(problem, transpose_b=not problem.transpose_b)
-    return Realigned(turned, tuple(_remedy_steps(problem, turned)[0]))
 
 
 def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype]) -> Realigned:
@@ -226,11 +220,11 @@ def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype
     for name, dtype in types.items():
         if scheme.dtype is None or (dtype == scheme.dtype and not scheme.terms):
             continue
-        moved = _bytes(shapes[name], dtype) + scheme.parts * _bytes(shapes[name], scheme.dtype)
+        moved = _bytes(shapes[name], dtype) + scheme.count * _bytes(shapes[name], scheme.dtype)
         steps = [dataclasses.replace(x, bytes=0) if x.operand == name else x for x in steps]
         what: tuple[Action, str] = ("cast", str(scheme.dtype))
         if scheme.terms:
-            what = ("split", f"{scheme.dtype}, {scheme.parts} arrays")
+            what = ("split", f"{scheme.dtype}, {scheme.count} arrays")
         if scheme.otherwise is not None:
             read = _bytes(shapes[name], dtype)
             casts.append(Step(name, "measure", shapes[name], read))

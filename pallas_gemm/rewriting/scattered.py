@@ -12,10 +12,8 @@ from jax import lax
 from jax.extend import core
 
 from pallas_gemm.kernels.functions.split import ELEMENTWISE
-from pallas_gemm.rewriting.level import renamed
+from pallas_gemm.rewriting.level import renamed, variables
 
-NAMES = frozenset(("scatter-add", "scatter_add"))
-"""JAX's names of the operation."""
 MODES = (lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS)
 """A number whose place is beyond the row is dropped, or there is none."""
 
@@ -34,7 +32,7 @@ def chosen(jaxpr: core.Jaxpr, equations: Sequence[Any]) -> Sequence[Any]:
     empty: set[Any] = set()
     for equation in equations:
         if equation.primitive.name not in ELEMENTWISE:
-            kept.update(x for x in equation.invars if isinstance(x, core.Var))
+            kept.update(variables(equation))
         if _is_of_zeros(equation):
             empty.update(equation.outvars)
     found: list[Any] = []
@@ -54,7 +52,7 @@ def _is_of_zeros(equation: Any) -> bool:
 
 def _is_one_of_each_row(equation: Any) -> bool:
     """Whether an equation adds one number to each row of an array, along its last dimension."""
-    if equation.primitive.name not in NAMES or equation.effects:
+    if equation.primitive is not lax.scatter_add_p or equation.effects:
         return False
     into, places, numbers = (x.aval.shape for x in equation.invars)
     rows = into[:-1]

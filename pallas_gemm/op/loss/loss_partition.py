@@ -10,7 +10,7 @@ the dimension that is larger.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 from jax import lax
@@ -24,35 +24,14 @@ from pallas_gemm.op.mesh.parts import handed_out, named, share
 from pallas_gemm.op.mesh.resharding import Axes
 
 
-class Work(Protocol):
-    """Something to compute of a last layer, by the dimensions of its operands and results.
-
-    Attributes:
-        layer: The layer.
-        operands: The dimensions of each operand: t for tokens, w for words, k for the width. The
-            first ones are hidden, weight and labels.
-        results: The dimensions of each result.
-    """
-
-    layer: Layer
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-
-    def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes it from what one device has."""
-        ...
-
-    def on_one_device(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes the same, in a program of which that is all that a device runs."""
-        ...
-
-    def combine(self, results: Sequence[jax.Array], axes: Any) -> Sequence[jax.Array]:
-        """Combines the results of devices, by the axes that split tokens and words."""
-        ...
-
-
 def shared(work: Any, *operands: jax.Array) -> list[jax.Array]:
-    """Computes it in parts that XLA hands out to the devices of a mesh."""
+    """Computes something of a last layer in parts that XLA hands out to the devices of a mesh.
+
+    Args:
+        work: `Statistics`, or the `Gradients` of `loss_gradient`. It says the dimensions of its
+            operands and results: t for tokens, w for words, k for the width.
+        *operands: Its operands; the first ones are hidden, weight and labels.
+    """
     given, results = (
         ", ".join(" ".join(own) for own in each) for each in (work.operands, work.results)
     )
@@ -68,19 +47,18 @@ def shared(work: Any, *operands: jax.Array) -> list[jax.Array]:
         return run(*operands)
 
 
-def _partition(work: Any, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Says what one device computes: the answer to XLA's question, as in `partition`."""
-    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+def _partition(work: Any, mesh: Mesh, _: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Says what one device computes; see `handed_out`."""
     sizes: dict[str, int] = {}
     placed: dict[str, Axes] = {}
     for letters, x in zip(work.operands, args, strict=True):
         sizes |= dict(zip(letters, x.shape, strict=True))
     for letters, x in zip(work.operands[:2], args[:2], strict=True):
-        placed |= dict(zip(letters, mesh_axes.placement(x.sharding, 2, fine), strict=True))
-    axes = _shared_out(fine, sizes, placed)
+        placed |= dict(zip(letters, mesh_axes.placement(x.sharding, 2, mesh), strict=True))
+    axes = _shared_out(mesh, sizes, placed)
 
     def sharding(letters: str) -> NamedSharding:
-        return NamedSharding(fine, PartitionSpec(*(axes.get(x) or None for x in letters)))
+        return NamedSharding(mesh, PartitionSpec(*(axes.get(x) or None for x in letters)))
 
     def run(*own: jax.Array) -> list[jax.Array]:
         if axes["w"]:
@@ -93,7 +71,7 @@ def _partition(work: Any, mesh: Mesh, args: Sequence[Any], results: Sequence[Any
         (own.shard_shape(tuple(x.shape)), x.dtype)
         for own, x in zip(placed_results, results, strict=True)
     )
-    return fine, share(run, types), placed_results, tuple(map(sharding, work.operands))
+    return share(run, types), placed_results, tuple(map(sharding, work.operands))
 
 
 def _shared_out(mesh: Mesh, sizes: dict[str, int], placed: dict[str, Axes]) -> dict[str, Axes]:

@@ -23,6 +23,7 @@ from pallas_gemm.kernels.windows import Window
 from pallas_gemm.op import fused
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.loss import loss_layer
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss.loss_plan import STEP, Chunks
@@ -210,25 +211,30 @@ def _reaches_beyond(part: Part, words: int) -> bool:
 def _of_slopes(layer: Layer, with_bias: bool, own: Given, slopes: Slopes, *, above: int) -> Any:
     function = loss_layer.slopes_of_sums(layer, own, with_bias, slopes)
     given = (own.hidden, own.weight, *slopes.leaves(), own.labels, *own.bias)
+    window = Window(right=layer.axis, below=above or None)
+    return _of_function(layer, function, given, window, above + own.hidden.shape[0])
+
+
+def _of_function(
+    layer: Layer, function: Function, given: Sequence[Any], window: Window, rows: int
+) -> tuple[Part, fused.Fused] | str:
+    """Returns the kernel of a function, one result of which is in an array of this many rows.
+
+    Or why no kernel takes parts of its operands.
+    """
     found = fused.plan(layer.call, layer.contraction, function, signature_of(given))
     if isinstance(found, str):
         return found
     decision = _uncut(found.decision)
     if why := _why_not(decision, found.form):
         return why
-    window = Window(right=layer.axis, below=above or None)
-    return _part_of_function(found, decision, window, above + own.hidden.shape[0]), found
-
-
-def _part_of_function(found: fused.Fused, decision: Decision, window: Window, rows: int) -> Part:
-    """Returns the kernel of a function, one result of which is in an array of this many rows."""
     types = [
         ((rows, shape[1]) if len(shape) > 1 and own.kind == "mn" else shape, dtype)
         for own, (shape, dtype) in zip(
             found.split.program.results, kernel_types(found.call, decision), strict=True
         )
     ]
-    return Part(found.call, decision, window, False, tuple(types))
+    return Part(found.call, decision, window, False, tuple(types)), found
 
 
 def statistics(layer: Layer, given: Given) -> list[jax.Array] | None:
@@ -236,13 +242,10 @@ def statistics(layer: Layer, given: Given) -> list[jax.Array] | None:
     layer = dataclasses.replace(layer, call=_by_kernel(layer.call))
     function = loss_layer.statistics_of_sums(layer, given, keep=True, in_kernel=True)
     own = (given.hidden, given.weight, given.labels, *given.bias)
-    found = fused.plan(layer.call, layer.contraction, function, signature_of(own))
-    if isinstance(found, str):
+    planned = _of_function(layer, function, own, Window(below=0), given.weight.shape[0])
+    if isinstance(planned, str):
         return None
-    decision = _uncut(found.decision)
-    if _why_not(decision, found.form):
-        return None
-    part = _part_of_function(found, decision, Window(below=0), given.weight.shape[0])
+    part, found = planned
     whole = loss_layer.empty(given, given.weight.shape, given.weight.dtype)
     prepared = found.split.prepared(own[2:])
     return _finished(found, own[2:], part(0, *own[:2], *prepared, whole), 0)

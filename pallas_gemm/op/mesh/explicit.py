@@ -20,7 +20,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.call import OF_RESULT, Call, Operands
 from pallas_gemm.op import autodiff, function_of_sums, fused, linear
-from pallas_gemm.op.contraction import Contraction, joined
+from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product, run_as_jax_does
 from pallas_gemm.planning import numerics
 
@@ -79,11 +79,12 @@ class _Fused:
 
     def apart(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes the product, then the function by XLA."""
-        factors, given = fused.factors_of(self.call, operands)
-        each = fused.each_sum(self.call, self.contraction, factors, self.call.out_dtype)
-        sums = [explicit_product(own, dims, self.sums, *x.present()) for own, dims, x in each]
-        types = self.function.types
-        return self.function(*(joined(x, types[0].shape) for x in sums), *given)
+
+        def multiply(own: Call, dims: Contraction, *factors: jax.Array) -> jax.Array:
+            return explicit_product(own, dims, self.sums, *factors)
+
+        own = self.call, self.contraction, self.function
+        return fused.apart(*own, *operands, multiply=multiply)
 
 
 def explicit_fused(

@@ -23,6 +23,7 @@ from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Signature, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.kernels.functions import exponentials, places
 from pallas_gemm.kernels.functions.axes import Names
 from pallas_gemm.kernels.functions.split import Split as Parts
@@ -34,7 +35,7 @@ from pallas_gemm.op.mesh.mesh_axes import Split
 from pallas_gemm.op.mesh.parts import handed_out, note, part_p, share
 from pallas_gemm.op.mesh.resharding import Placement
 from pallas_gemm.op.product import lower_by
-from pallas_gemm.planning import dispatch, numerics, targeting
+from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.by_xla import xla_program
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.program import ADDING, ARGMAX, LOGSUMEXP, Program, Result
@@ -146,18 +147,17 @@ def _rule(shared: Shared) -> str:
     return f"{text(shared.of_operands)} -> {text(shared.of_results)}"
 
 
-def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) -> tuple[Any, ...]:
-    """Says what one device computes: the answer to XLA's question, as in `partition`."""
-    call = shared.call
-    if call.options.target is None:
-        call = call.with_target(targeting.absent_gpu(mesh))
-        shared = dataclasses.replace(shared, call=call)
-    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+def _partition(
+    shared: Shared, mesh: Mesh, gpu: Device | None, args: Sequence[Any], results: Any
+) -> tuple[Any, ...]:
+    """Says what one device computes; see `handed_out`."""
+    call = shared.call if shared.call.options.target else shared.call.with_target(gpu)
+    shared = dataclasses.replace(shared, call=call)
     factors, _ = shared.factors(args)
-    wanted = [mesh_axes.placement(x.sharding, len(x.shape), fine) for x in factors]
-    wanted.append(_wanted(shared, fine, results))
+    wanted = [mesh_axes.placement(x.sharding, len(x.shape), mesh) for x in factors]
+    wanted.append(_wanted(shared, mesh, results))
     signature = signature_of(factors)
-    split, _ = sharing.share_out(call, shared.contraction, signature, fine, tuple(wanted))
+    split, _ = sharing.share_out(call, shared.contraction, signature, mesh, tuple(wanted))
     split = _evenly(shared, split, [x.shape for x in factors])
     _refuse_parts(shared, split)
 
@@ -170,7 +170,7 @@ def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) ->
         for x, own in zip(factors, shared.of_operands, strict=False)
     ]
     run = share(_Share(shared, split), signature_of(shared.types(*local)))
-    return fine, run, shardings(shared.of_results), tuple(shardings(shared.of_operands))
+    return run, shardings(shared.of_results), tuple(shardings(shared.of_operands))
 
 
 def _wanted(shared: Shared, mesh: Mesh, results: Sequence[Any]) -> Placement:

@@ -22,11 +22,12 @@ from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import DIMENSIONS, GroupedCall, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.op.mesh import mesh_axes
 from pallas_gemm.op.mesh.parts import handed_out, note, share, told_apart
 from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.op.permutation import permuted
-from pallas_gemm.planning import numerics, targeting
+from pallas_gemm.planning import numerics
 from pallas_gemm.planning.by_xla import xla_groups
 
 grouped_part_p = core.Primitive("pallas_gemm_grouped_part")
@@ -84,19 +85,18 @@ def _partition(
     call: GroupedCall,
     letters: tuple[str, ...],
     mesh: Mesh,
+    gpu: Device | None,
     args: Sequence[Any],
     result: Any,
 ) -> tuple[Any, ...]:
-    """Says what one device computes: the answer to XLA's question, as in `partition`."""
-    if call.options.target is None:
-        call = call.with_target(targeting.absent_gpu(mesh))
-    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
-    own = _Share.of(call, letters, fine, [*args, result])
+    """Says what one device computes; see `handed_out`."""
+    call = call if call.options.target else call.with_target(gpu)
+    own = _Share.of(call, letters, mesh, [*args, result])
     if own.axes["k"] and call.options.parts:
         why = f"the mesh splits what is summed over ({mesh_axes.split_text(own.axes)})"
         raise ValueError(numerics.why_not_kept(call.options.numerics, why))
     *given, final = own.shardings()
-    return fine, share(own, ((own.shape, call.out_dtype),)), final, tuple(given)
+    return share(own, ((own.shape, call.out_dtype),)), final, tuple(given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

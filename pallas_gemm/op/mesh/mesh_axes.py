@@ -50,7 +50,7 @@ def dividing(mesh: Mesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes
         mesh: The devices.
         axes: The axes, the first choice first.
         size: The size of the dimension.
-        parts: Each part has to be a multiple of this, or of as many parts again.
+        parts: Each part is to be a multiple of this.
     """
     found: Axes = ()
     for axis in axes:

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -12,13 +12,13 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from pallas_gemm._version import __version__
 from pallas_gemm.call import Call, Signature
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.planning import plans
+from pallas_gemm.op.mesh import mesh_axes, mesh_context
+from pallas_gemm.planning import plans, targeting
 
 part_p = core.Primitive("pallas_gemm_part")
 """The product that one device computes; `lowering` says what becomes of it."""
@@ -106,13 +106,22 @@ def handed_out(
 
     Args:
         run: The function.
-        partition: Says what one device computes.
+        partition: Says what one device computes: the answer to XLA's question. It is given the
+            devices, with axes of prime sizes; the GPU that they are, if it is not here; and shape,
+            type and sharding of each operand, and of the result, as XLA would have them. It returns
+            the function of one device, how its results are split, and how its operands have to be.
         rule: Says which dimensions of operands and results are split alike.
-        **more: What else XLA is to know of dimensions.
+        **more: More that XLA is to know of dimensions.
     """
+
+    def asked(mesh: Mesh, args: Sequence[Any], results: Any) -> tuple[Any, ...]:
+        # Where only `jit` was told about a mesh, its devices are seen here for the first time.
+        fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+        return fine, *partition(fine, targeting.absent_gpu(mesh), args, results)
+
     shared = custom_partitioning(run)
     # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
-    shared.def_partition(partition, sharding_rule=rule, decode_shardings=False, **more)
+    shared.def_partition(asked, sharding_rule=rule, decode_shardings=False, **more)
     return shared
 
 

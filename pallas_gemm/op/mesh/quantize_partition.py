@@ -17,7 +17,6 @@ from pallas_gemm.kernels.quantize import ACROSS, ALONG, Quantization
 from pallas_gemm.op.mesh import mesh_axes
 from pallas_gemm.op.mesh.parts import handed_out, named
 from pallas_gemm.op.mesh.resharding import Axes
-from pallas_gemm.planning import targeting
 
 Part = Callable[..., Sequence[jax.Array]]
 """Quantizes what one device has, for a GPU or None: its argument `target`."""
@@ -102,27 +101,26 @@ def _rule(how: Quantization, shape: Sequence[int], *tiles: Sequence[int]) -> dic
 
 
 def _partition(
-    how: Quantization, part: Part, target: Any, mesh: Mesh, args: Sequence[Any], _: Any
+    how: Quantization, part: Part, target: Any, mesh: Mesh, gpu: Any, args: Sequence[Any], _: Any
 ) -> Any:
-    """Says what one device computes: the answer to XLA's question, as in `partition`."""
+    """Says what one device computes; see `handed_out`."""
     x, *tiles = args
     ndim = len(x.shape)
-    fine = mesh_axes.refined(mesh, x.sharding, ndim)
-    wanted = mesh_axes.placement(x.sharding, ndim, fine)
+    wanted = mesh_axes.placement(x.sharding, ndim, mesh)
     # The parts of devices have to consist of whole blocks.
     whole = (math.lcm(*own) for own in zip(*(way.lying for way in how.ways), strict=True))
     steps = [*(1,) * (ndim - 2), *whole]
-    *lead, rows, cols = map(functools.partial(mesh_axes.dividing, fine), wanted, x.shape, steps)
+    *lead, rows, cols = map(functools.partial(mesh_axes.dividing, mesh), wanted, x.shape, steps)
     if tiles:
         rows = ()
 
     def sharding(*last: Axes) -> NamedSharding:
-        return NamedSharding(fine, PartitionSpec(*(axes or None for axes in (*lead, *last))))
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in (*lead, *last))))
 
     results = []
     for way in how.ways:
         values = sharding(cols, rows) if way.axis == ACROSS else sharding(rows, cols)
         results += [values, sharding(rows, cols)]
-    run = functools.partial(part, target=target or targeting.absent_gpu(mesh))
-    whole_tiles = [NamedSharding(fine, PartitionSpec()) for _ in tiles]
-    return fine, run, results, (sharding(rows, cols), *whole_tiles)
+    whole_tiles = [NamedSharding(mesh, PartitionSpec()) for _ in tiles]
+    run = functools.partial(part, target=target or gpu)
+    return run, results, (sharding(rows, cols), *whole_tiles)

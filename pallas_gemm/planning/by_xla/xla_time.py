@@ -250,7 +250,7 @@ def seconds_as_written(problem: Problem, device: Device, precision: Any = None) 
     return total - (1 - pass_share(problem)) * pass_seconds(_epilogue_bytes(problem), device)
 
 
-def turns(problem: Problem) -> bool:
+def transposes(problem: Problem) -> bool:
     """Whether 8-bit operands are stored otherwise than cuBLAS takes them, with k last.
 
     Nobody has measured groups, and rows that are no multiple of 16 bytes.
@@ -262,7 +262,7 @@ def turns(problem: Problem) -> bool:
 
 def _sum_seconds(problem: Problem, device: Device) -> float:
     """Predicts the time of one sum, whatever follows it."""
-    if not turns(problem):
+    if not transposes(problem):
         return _cublas_seconds(problem, device)
     multiply = problem.flops / problem.sums / (AS_STORED_FLOPS * device.sms)
     memory = prediction.problem_bytes(_alone(problem)) / AS_STORED_BYTES
@@ -303,7 +303,8 @@ def _padded_seconds(problem: Problem, device: Device) -> float:
     used = batch * np.ceil(m / rows) * np.ceil(n / cols) * pieces / (waves * machine.sms)
     steps = np.ceil(np.ceil(k * itemsize / 128) / pieces)
     multiply = rows * cols * 128 / per_cycle
-    load = LOAD_CYCLES * (rows + cols) * (1 + LINE_SHARE * _has_parts_of_lines(problem))
+    in_parts_of_lines = any(row % LINE_BYTES for row in odd_sizes.rows(problem)[:2])
+    load = LOAD_CYCLES * (rows + cols) * (1 + LINE_SHARE * in_parts_of_lines)
     step = STEP_CYCLES + np.maximum(multiply, load)
     cycles = waves * (steps * step + STORE_CYCLES * rows * cols)
     busy = cycles / (machine.clock_hz * (1 - POWER_SHARE * used * multiply / step))
@@ -342,7 +343,3 @@ def _sizes(problem: Problem) -> tuple[int, int, int, int]:
     within 17%.
     """
     return max(problem.batch, problem.groups, 1), problem.m, problem.n, problem.k
-
-
-def _has_parts_of_lines(problem: Problem) -> bool:
-    return any(row % LINE_BYTES for row in odd_sizes.rows(problem)[:2])
