@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature
 from pallas_gemm.call import signature_of as signature_of
@@ -41,7 +41,7 @@ from pallas_gemm.op.mesh.fused_partition import (
     shared_program,
 )
 from pallas_gemm.op.mesh.parts import told_apart
-from pallas_gemm.op.product import equally_varying, lower_by, product, run_as_jax_does
+from pallas_gemm.op.product import computed_by, give_rules, lower_by, product
 from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import dispatch
@@ -62,11 +62,8 @@ def fused(
         function: The function of the sums.
         *operands: The factors, their scales, then what the function takes.
     """
-    given = equally_varying(operands)
-    devices = mesh_context.device_request(call, given)
-    return fused_p.bind(
-        *given, call=call, contraction=contraction, function=function, devices=devices
-    )
+    how = {"call": call, "contraction": contraction, "function": function}
+    return computed_by(fused_p, call, operands, **how)
 
 
 def apart(
@@ -355,8 +352,5 @@ def _batch(
     return results, [0] * len(results)
 
 
-run_as_jax_does(fused_p)
-ad.primitive_jvps[fused_p] = _jvp
-ad.primitive_transposes[fused_p] = _transpose
-batching.primitive_batchers[fused_p] = _batch
+give_rules(fused_p, jvp=_jvp, transpose=_transpose, batch=_batch)
 lower_by(fused_p, _lowered)

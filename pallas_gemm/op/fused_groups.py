@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import GroupedCall, Operands, Signature, signature_of
 from pallas_gemm.kernels.functions.axes import Names
@@ -28,7 +28,7 @@ from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.grouped import changes_of_sums, grouped
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import program_kernel_p, refuse_unpromised
-from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
+from pallas_gemm.op.product import computed_by, give_rules, lower_by
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.dispatch import Decision
@@ -111,9 +111,7 @@ def fused_groups(call: GroupedCall, function: OfRows, *operands: jax.Array) -> l
         function: The function of the sums.
         *operands: The factors, the sizes, scales of blocks, then what the function takes.
     """
-    devices = mesh_context.device_request(call, operands)
-    given = equally_varying(operands)
-    return fused_groups_p.bind(*given, call=call, function=function, devices=devices)
+    return computed_by(fused_groups_p, call, operands, call=call, function=function)
 
 
 def apart(
@@ -308,7 +306,5 @@ def _batch(
     return results, [0] * len(results)
 
 
-run_as_jax_does(fused_groups_p)
-ad.primitive_jvps[fused_groups_p] = _jvp
-batching.primitive_batchers[fused_groups_p] = _batch
+give_rules(fused_groups_p, jvp=_jvp, batch=_batch)
 lower_by(fused_groups_p, _lowered)

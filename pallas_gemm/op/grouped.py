@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pallas_gemm.call import GroupedCall, Operands, signature_of
 from pallas_gemm.kernels import groups
@@ -29,7 +29,7 @@ from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.grouped_partition import grouped_part_p, shared_groups
-from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
+from pallas_gemm.op.product import computed_by, give_rules, lower_by
 from pallas_gemm.planning import numerics
 from pallas_gemm.planning.by_xla import xla, xla_groups
 from pallas_gemm.problem import SCALES
@@ -102,8 +102,7 @@ def form_of(numbers: Any, lhs_rank: int, rhs_rank: int) -> tuple[bool, bool] | N
 
 def grouped(call: GroupedCall, *operands: jax.Array) -> jax.Array:
     """Computes a product of groups."""
-    devices = mesh_context.device_request(call, operands)
-    return grouped_p.bind(*equally_varying(operands), call=call, devices=devices)
+    return computed_by(grouped_p, call, operands, call=call)
 
 
 @grouped_part_p.def_effectful_abstract_eval
@@ -295,9 +294,6 @@ def _groups_of_groups(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.
     return jnp.where(row < ends[:, -1:, None], result, jnp.zeros_like(result))
 
 
-run_as_jax_does(grouped_p)
-ad.primitive_jvps[grouped_p] = _jvp
-ad.primitive_transposes[grouped_p] = _transpose
-batching.primitive_batchers[grouped_p] = _batch
+give_rules(grouped_p, jvp=_jvp, transpose=_transpose, batch=_batch)
 lower_by(grouped_p, _lowered)
 lower_by(grouped_part_p, _lowered_part)

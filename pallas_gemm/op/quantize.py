@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.kernels import quantize as blocks
 from pallas_gemm.kernels.quantize import Quantization
 from pallas_gemm.op import kept_kernels
 from pallas_gemm.op.mesh import mesh_context, quantize_partition
-from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, give_rules, lower_by
 from pallas_gemm.planning import quantize as planning
 from pallas_gemm.planning import targeting
 
@@ -131,8 +131,6 @@ def _batch(operands: Any, dims: Any, **options: Any) -> Any:
     return results, [0] * len(results)
 
 
-run_as_jax_does(quantize_p)
-ad.primitive_jvps[quantize_p] = _jvp
-batching.primitive_batchers[quantize_p] = _batch
+give_rules(quantize_p, jvp=_jvp, batch=_batch)
 lower_by(quantize_p, _lowered)
 lower_by(_part_p, _lowered_part)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.kernels.functions import vectors
@@ -27,7 +27,7 @@ from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import kernel_types
 from pallas_gemm.op.part_kernels import Part, part_kernel_p, why_whole
-from pallas_gemm.op.product import lower_by, run_as_jax_does
+from pallas_gemm.op.product import give_rules, lower_by
 
 side_by_side_p = core.Primitive("pallas_gemm_side_by_side")
 side_by_side_p.multiple_results = True
@@ -206,8 +206,5 @@ def _batch(
     return results, [0] * len(results)
 
 
-run_as_jax_does(side_by_side_p)
-ad.primitive_jvps[side_by_side_p] = _jvp
-ad.primitive_transposes[side_by_side_p] = _transpose
-batching.primitive_batchers[side_by_side_p] = _batch
+give_rules(side_by_side_p, jvp=_jvp, transpose=_transpose, batch=_batch)
 lower_by(side_by_side_p, _lowered)

@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import Operands, Signature, SumCall, signature_of
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction, of_matrices
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import equally_varying, lower_by, product, run_as_jax_does
+from pallas_gemm.op.product import computed_by, give_rules, lower_by, product
 
 sum_p = core.Primitive("pallas_gemm_sum")
 
@@ -39,9 +39,7 @@ def sum_of_contractions(
     """Computes a sum of products of these dimensions."""
     if len(operands) == 2:
         return product(call.each, contractions[0], *operands)
-    devices = mesh_context.device_request(call, operands)
-    operands = equally_varying(operands)
-    return sum_p.bind(*operands, call=call, contractions=contractions, devices=devices)
+    return computed_by(sum_p, call, operands, call=call, contractions=contractions)
 
 
 def one_by_one(
@@ -146,8 +144,5 @@ def _batch(
     return sum_of_contractions(call, more, *operands), 0
 
 
-run_as_jax_does(sum_p)
-ad.primitive_jvps[sum_p] = _jvp
-ad.primitive_transposes[sum_p] = _transpose
-batching.primitive_batchers[sum_p] = _batch
+give_rules(sum_p, jvp=_jvp, transpose=_transpose, batch=_batch)
 lower_by(sum_p, _lowered)

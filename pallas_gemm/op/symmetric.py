@@ -19,18 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import DIMENSIONS, Operands, SymmetricCall, signature_of
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.contraction import of_matrices
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import (
-    equally_varying,
+    computed_by,
+    give_rules,
     lower_by,
     product,
     product_of_matrices,
-    run_as_jax_does,
 )
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.by_xla import xla
@@ -40,8 +40,7 @@ symmetric_p = core.Primitive("pallas_gemm_symmetric")
 
 def symmetric(call: SymmetricCall, *operands: jax.Array) -> jax.Array:
     """Computes what `call` says from matrices, or batches of them, in the order of `Operands`."""
-    devices = mesh_context.device_request(call, operands)
-    return symmetric_p.bind(*equally_varying(operands), call=call, devices=devices)
+    return computed_by(symmetric_p, call, operands, call=call)
 
 
 def mirrored(x: jax.Array) -> jax.Array:
@@ -140,7 +139,5 @@ def _in_batch(x: Any, dim: int | None, size: int, batch: int | None, *, inner: b
     return x.reshape(math.prod(lead), *x.shape[len(lead) :])
 
 
-run_as_jax_does(symmetric_p)
-ad.primitive_jvps[symmetric_p] = _jvp
-batching.primitive_batchers[symmetric_p] = _batch
+give_rules(symmetric_p, jvp=_jvp, batch=_batch)
 lower_by(symmetric_p, _lowered)

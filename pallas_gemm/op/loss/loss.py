@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.op import fused, linear, lowering
@@ -28,7 +28,7 @@ from pallas_gemm.op.loss.loss_gradient import gradients
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss.loss_waiting import waiting, waiting_p
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import equally_varying, lower_by, product, run_as_jax_does
+from pallas_gemm.op.product import computed_by, equally_varying, give_rules, lower_by, product
 
 statistics_p = core.Primitive("pallas_gemm_loss")
 statistics_p.multiple_results = True
@@ -48,9 +48,7 @@ def statistics(layer: Layer, *operands: jax.Array, keep: bool = False) -> list[j
         *operands: Hidden `[tokens, width]`, weight, labels, and the bias if there is one.
         keep: The product is one more result, in the type of its operands.
     """
-    given = equally_varying(operands)
-    devices = mesh_context.device_request(layer.call, given)
-    return statistics_p.bind(*given, layer=layer, keep=keep, devices=devices)
+    return computed_by(statistics_p, layer.call, operands, layer=layer, keep=keep)
 
 
 def by_one_kernel(layer: Layer, keep: bool, signature: Signature) -> bool:
@@ -238,13 +236,8 @@ def _batch_change(operands: Any, dims: Any, **params: Any) -> Any:
     return results, [0] * len(results)
 
 
-run_as_jax_does(statistics_p)
-run_as_jax_does(change_p)
-ad.primitive_jvps[statistics_p] = _jvp
+give_rules(statistics_p, jvp=_jvp, batch=_batch)
+give_rules(change_p, jvp=_change_jvp, transpose=_transpose, batch=_batch_change)
 ad.primitive_jvps[waiting_p] = _jvp_of_waiting
-ad.primitive_jvps[change_p] = _change_jvp
-ad.primitive_transposes[change_p] = _transpose
-batching.primitive_batchers[statistics_p] = _batch
-batching.primitive_batchers[change_p] = _batch_change
 lower_by(statistics_p, _lowered)
 mlir.register_lowering(change_p, mlir.lower_fun(_change, multiple_results=True))

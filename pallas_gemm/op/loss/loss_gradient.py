@@ -11,7 +11,7 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.loss import loss_chunks, loss_partition, loss_windows
@@ -20,7 +20,7 @@ from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss.loss_windows import Windows
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.resharding import Axes
-from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, give_rules, lower_by
 
 gradients_p = core.Primitive("pallas_gemm_loss_gradients")
 gradients_p.multiple_results = True
@@ -188,8 +188,6 @@ def _batch(operands: Any, dims: Any, *, work: Gradients, **_: Any) -> Any:
     return results, [0] * len(results)
 
 
-run_as_jax_does(gradients_p)
-ad.primitive_jvps[gradients_p] = _jvp
-batching.primitive_batchers[gradients_p] = _batch
+give_rules(gradients_p, jvp=_jvp, batch=_batch)
 mlir.register_lowering(gradients_p, _lowered)
 lower_by(of_device_p, _lowered_of_device)

@@ -21,13 +21,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.op import lowering
 from pallas_gemm.op.loss import loss_windows
 from pallas_gemm.op.loss.loss_layer import Given, Layer
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import equally_varying, lower_by, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, give_rules, lower_by
 
 Statistics = Callable[..., Sequence[jax.Array]]
 waiting_p = core.Primitive("pallas_gemm_loss_waiting")
@@ -110,6 +110,5 @@ def _batch(operands: Any, dims: Any, *, layer: Layer, statistics: Statistics) ->
     return results, [0] * len(results)
 
 
-run_as_jax_does(waiting_p)
-batching.primitive_batchers[waiting_p] = _batch
+give_rules(waiting_p, batch=_batch)
 lower_by(waiting_p, _lowered)

@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.call import OF_RESULT, Call, Operands
 from pallas_gemm.op import autodiff, function_of_sums, fused, linear
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.product import product, run_as_jax_does
+from pallas_gemm.op.product import give_rules, product
 from pallas_gemm.planning import numerics
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
@@ -298,8 +298,5 @@ def _batch(operands: Any, dims: Any, *, f: Function, jaxpr: core.ClosedJaxpr) ->
     return results, [0] * len(results)
 
 
-run_as_jax_does(explicit_p)
-ad.primitive_jvps[explicit_p] = _jvp
-ad.primitive_transposes[explicit_p] = _transpose
-batching.primitive_batchers[explicit_p] = _batch
+give_rules(explicit_p, jvp=_jvp, transpose=_transpose, batch=_batch)
 mlir.register_lowering(explicit_p, _lowered)

@@ -99,9 +99,8 @@ class Shared:
             for letters, own in pairs
         ]
 
-    def by_xla(self, call: Call, *operands: Any) -> list[Any]:
+    def by_xla(self, *operands: Any) -> list[Any]:
         """Computes the results by XLA."""
-        del call  # It is its own.
         (a, *rights), given = self.factors(operands)
         sums = [self.contraction.by_xla(self.plain, a, b) for b in rights]
         return self.finished(sums, given)
@@ -296,7 +295,7 @@ program_kernel_p.multiple_results = True
 
 @program_part_p.def_abstract_eval
 def _abstract_part(*avals: Any, shared: Shared) -> Any:
-    return jax.make_jaxpr(functools.partial(shared.by_xla, shared.call))(*avals).out_avals
+    return jax.make_jaxpr(shared.by_xla)(*avals).out_avals
 
 
 @program_kernel_p.def_effectful_abstract_eval
@@ -320,7 +319,7 @@ def kernel_types(call: Call, decision: Decision) -> Signature:
 
 def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared, gpu: bool) -> Any:
     shared = dataclasses.replace(shared, call=lowering.planned(shared.call, gpu))
-    run = functools.partial(shared.by_xla, shared.call)
+    run: Callable[..., Any] = shared.by_xla
     signature = signature_of(ctx.avals_in)
     call, own, form = _of_device(shared, signature)
     # The function was split for rows and columns that are no batch.

@@ -107,8 +107,8 @@ def handed_out(
     Args:
         run: The function.
         partition: Says what one device computes: the answer to XLA's question. It is given the
-            devices, with axes of prime sizes; the GPU that they are, if it is not here; and shape,
-            type and sharding of each operand, and of the result, as XLA would have them. It returns
+            devices, with axes of prime sizes, and the GPU that they are if it is not here. Shapes,
+            types and shardings of operands and results follow, as XLA would have them. It returns
             the function of one device, how its results are split, and how its operands have to be.
         rule: Says which dimensions of operands and results are split alike.
         **more: More that XLA is to know of dimensions.

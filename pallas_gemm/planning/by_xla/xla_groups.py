@@ -78,8 +78,8 @@ def as_matrices(
 ) -> tuple[GroupedCall, tuple[jax.Array, ...]]:
     """Returns a call of factors that stand for themselves, and its operands.
 
-    Blocks of factors are scaled, and weights of few bits get the type of the rows. What groups
-    contract comes first.
+    Blocks of factors are scaled, and weights of few bits get the type of the rows. The contracted
+    elements of groups come first.
     """
     given, sizes = call.unpack(operands), call.sizes(operands)
     if call.epilogue.blocks:
