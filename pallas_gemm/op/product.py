@@ -76,8 +76,8 @@ def give_rules(
 ) -> None:
     """Says how a primitive is derived and mapped, and lets it run as JAX's own do.
 
-    Of operands that are not traced, it is compiled even under `jax.disable_jit`, and a NaN under
-    `debug_nans` ends in JAX's error. A `jax.jit` around it would call itself in both.
+    It is compiled even under `jax.disable_jit`, and a NaN under `debug_nans` ends in JAX's error; a
+    `jax.jit` around it would call itself in both.
     """
     primitive.def_impl(functools.partial(apply_primitive, primitive))
     rules: Any = (
