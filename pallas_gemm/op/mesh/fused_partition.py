@@ -129,21 +129,10 @@ def shared_program(call: Call, contraction: Contraction, parts: Parts, *operands
     run = handed_out(
         functools.partial(program_part_p.bind, shared=shared),
         functools.partial(_partition, shared),
-        _rule(shared),
+        mesh_axes.sharding_rule(contraction, shared.of_operands, shared.of_results, PARTS),
         reduction_factors=mesh_axes.reduced_factors(contraction),
     )
     return parts.finished(given, run(*every))
-
-
-def _rule(shared: Shared) -> str:
-    """Says which dimensions of operands and results are split alike."""
-    dims = shared.contraction
-    every = [*dict.fromkeys(dims.lhs + dims.rhs), PARTS]
-
-    def text(each: Sequence[str]) -> str:
-        return ", ".join(" ".join(f"d{every.index(x)}" for x in own) for own in each)
-
-    return f"{text(shared.of_operands)} -> {text(shared.of_results)}"
 
 
 def _partition(

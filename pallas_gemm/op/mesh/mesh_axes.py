@@ -16,12 +16,22 @@ from pallas_gemm.op.mesh.resharding import Axes, Placement
 from pallas_gemm.planning import plans
 
 
-def sharding_rule(call: Call, contraction: Contraction) -> str:
-    """Says which dimensions of operands and result are split alike."""
-    *operands, result = (
-        " ".join(_factors(contraction, letters)) for letters in contraction.of_operands(call)
+def sharding_rule(
+    contraction: Contraction, operands: Sequence[str], results: Sequence[str], more: str = ""
+) -> str:
+    """Says which dimensions of operands and results are split alike.
+
+    Args:
+        contraction: A product.
+        operands: The dimensions of each operand.
+        results: Those of each result.
+        more: Dimensions that the product has not.
+    """
+    given, made = (
+        ", ".join(" ".join(_factors(contraction, own, more)) for own in each)
+        for each in (operands, results)
     )
-    return f"{', '.join(operands)} -> {result}"
+    return f"{given} -> {made}"
 
 
 def reduced_factors(contraction: Contraction) -> tuple[str, ...]:
@@ -29,9 +39,9 @@ def reduced_factors(contraction: Contraction) -> tuple[str, ...]:
     return tuple(_factors(contraction, contraction.contracted))
 
 
-def _factors(contraction: Contraction, letters: str) -> list[str]:
+def _factors(contraction: Contraction, letters: str, more: str = "") -> list[str]:
     """Names dimensions as XLA's parser of rules knows names: one letter and a number."""
-    every = list(dict.fromkeys(contraction.lhs + contraction.rhs))
+    every = list(dict.fromkeys(contraction.lhs + contraction.rhs + more))
     return [f"d{every.index(x)}" for x in letters]
 
 

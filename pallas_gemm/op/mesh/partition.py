@@ -38,10 +38,11 @@ from pallas_gemm.planning import dispatch, numerics, plans
 def shared_product(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
     """Computes a call whose parts XLA hands out to the devices of a mesh."""
     signature = signature_of(operands)
+    *given, result = contraction.of_operands(call)
     shared = handed_out(
         functools.partial(part_p.bind, call=call, contraction=contraction),
         functools.partial(_partition, call, contraction, signature),
-        mesh_axes.sharding_rule(call, contraction),
+        mesh_axes.sharding_rule(contraction, given, [result]),
         reduction_factors=mesh_axes.reduced_factors(contraction),
     )
     with told_apart(contraction.by_xla, call, signature):
