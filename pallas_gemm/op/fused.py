@@ -23,8 +23,7 @@ import numpy as np
 from jax.extend import core
 from jax.interpreters import mlir
 
-from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature
-from pallas_gemm.call import signature_of as signature_of
+from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature, signature_of
 from pallas_gemm.kernels.functions.split import Split, split
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import fronted, one_by_one, with_dimension
@@ -42,7 +41,6 @@ from pallas_gemm.op.mesh.fused_partition import (
 )
 from pallas_gemm.op.mesh.parts import told_apart
 from pallas_gemm.op.product import computed_by, give_rules, lower_by, product
-from pallas_gemm.op.product import squeezed as squeezed
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.dispatch import Decision

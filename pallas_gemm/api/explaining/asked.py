@@ -25,9 +25,8 @@ from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused import fused_p
 from pallas_gemm.op.fused_groups import fused_groups_p
 from pallas_gemm.op.grouped import NO_FORM, grouped_p
-from pallas_gemm.op.loss.loss import function_of, statistics_p
-from pallas_gemm.op.loss.loss_waiting import kernels as waiting_kernels
-from pallas_gemm.op.loss.loss_waiting import waiting_p
+from pallas_gemm.op.loss.loss import function_of, statistics_p, waiting_p
+from pallas_gemm.op.loss.loss import kernels as waiting_kernels
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.quantize import quantize_p

@@ -7,6 +7,18 @@ epilogue computes them with one product; elsewhere XLA computes one chunk of wor
 
 Their change with the operands is a second primitive, which is linear: in reverse mode it becomes
 the gradients by chunks, in forward mode a product for each operand that moves.
+
+A third one also makes the array in which logits wait. The gradient of the weight is as large as the
+weight, and is there after the backward pass anyway. Until a chunk of it is computed, logits may be
+where it will be: it has room for those of `width` tokens. So they take no memory of their own, and
+are not computed again.
+
+    forward     the logits of the first tokens are kept     `[width, words]`
+    backward    a chunk of words is read, then its gradient is stored there
+
+The statistics of these tokens are computed from the logits that are kept, which are rounded.
+Whether they wait is known when the program is lowered for a GPU. Where none do, nothing reads the
+array in which they would: then it is the weight.
 """
 
 import dataclasses
@@ -23,11 +35,11 @@ from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.op import fused, linear, lowering
 from pallas_gemm.op.batching import fronted, one_by_one
 from pallas_gemm.op.function_of_sums import Function
-from pallas_gemm.op.loss import loss_chunks, loss_layer, loss_partition
+from pallas_gemm.op.loss import loss_chunks, loss_layer, loss_partition, loss_windows
 from pallas_gemm.op.loss.loss_gradient import gradients
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
-from pallas_gemm.op.loss.loss_waiting import waiting, waiting_p
 from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.op.product import computed_by, equally_varying, give_rules, lower_by, product
 
 statistics_p = core.Primitive("pallas_gemm_loss")
@@ -35,6 +47,9 @@ statistics_p.multiple_results = True
 change_p = core.Primitive("pallas_gemm_loss_change")
 """How the statistics change with the operands that move, the changes of which come last."""
 change_p.multiple_results = True
+waiting_p = core.Primitive("pallas_gemm_loss_waiting")
+"""The statistics of each token, and the array in which logits wait."""
+waiting_p.multiple_results = True
 
 FACTORS = 2
 """The first operands: hidden and weight. Labels follow, then the bias if there is one."""
@@ -49,6 +64,42 @@ def statistics(layer: Layer, *operands: jax.Array, keep: bool = False) -> list[j
         keep: The product is one more result, in the type of its operands.
     """
     return computed_by(statistics_p, layer.call, operands, layer=layer, keep=keep)
+
+
+@dataclasses.dataclass(frozen=True)
+class Statistics:
+    """The statistics of each token, and the product if it is kept, as what a mesh shares out.
+
+    Attributes:
+        layer: The layer.
+        keep: The product is kept.
+    """
+
+    layer: Layer
+    keep: bool
+
+    @property
+    def operands(self) -> tuple[str, ...]:
+        """The dimensions of each operand."""
+        return loss_partition.dimensions_of(self.layer)
+
+    @property
+    def results(self) -> tuple[str, ...]:
+        """The dimensions of each result."""
+        return ("t",) * (FACTORS + self.layer.total) + ("tw",) * self.keep
+
+    def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
+        """Computes it from what one device has."""
+        return statistics(self.layer, *operands, keep=self.keep)
+
+    on_one_device = run
+
+    def combine(self, results: Sequence[jax.Array], axes: dict[str, Axes]) -> Sequence[jax.Array]:
+        """Combines what devices have of the words of a token."""
+        if not axes["w"]:
+            return results
+        count = FACTORS + self.layer.total
+        return [*loss_chunks.over_words(results[:count], axes["w"]), *results[count:]]
 
 
 def by_one_kernel(layer: Layer, keep: bool, signature: Signature) -> bool:
@@ -94,7 +145,7 @@ def _lowered(
     if not mesh_context.is_one_devices(ctx.module_context.axis_context):
         run = functools.partial(loss_chunks.by_chunks, layer, keep)
         if devices is not None and not mesh_context.why_not_partitioned(ctx.module_context):
-            work = loss_partition.Statistics(layer, keep, statistics)
+            work = Statistics(layer, keep)
             run = functools.partial(loss_partition.shared, work)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
     own = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
@@ -109,7 +160,7 @@ def _jvp(primals: Any, tangents: Any, *, layer: Layer, keep: bool, **_: Any) -> 
     moves_weight = linear.changes(tangents)[1] is not None
     traced = layer.while_traced()
     if moves_weight and not keep and traced.waiting(given.hidden, given.weight).waits:
-        results = waiting(layer, statistics, *primals)
+        results = waiting_p.bind(*equally_varying(primals), layer=layer)
         return _with_changes(primals, tangents, results, layer=layer, waits=True)
     keeping = keep or traced.chunks(given.hidden, given.weight).kept
     results = statistics(layer, *primals, keep=keeping)
@@ -118,7 +169,7 @@ def _jvp(primals: Any, tangents: Any, *, layer: Layer, keep: bool, **_: Any) -> 
 
 def _jvp_of_waiting(primals: Any, tangents: Any, *, layer: Layer, **_: Any) -> Any:
     """Derives statistics. Logits that wait say nothing that the operands do not."""
-    results = waiting(layer, statistics, *primals)
+    results = waiting_p.bind(*equally_varying(primals), layer=layer)
     own, changes = _with_changes(primals, tangents, results, layer=layer, waits=True)
     kept = results[-1]
     return [*own, kept], [*changes, ad.Zero(jax.typeof(kept))]
@@ -142,6 +193,63 @@ def _with_changes(
     own = equally_varying((*primals, results[0], *kept, *(x for x in moves if x is not None)))
     how = {"layer": layer, "moved": moved, "kept": bool(kept), "keep": keep, "waits": waits}
     return results[: FACTORS + layer.total + keep], change_p.bind(*own, **how)
+
+
+def kernels(avals: Sequence[Any]) -> list[tuple[list[Any], bool]]:
+    """Returns the types of the operands of each kernel, and whether it keeps logits that wait."""
+    hidden, weight, labels, *bias = avals
+    tokens, some = hidden.shape[0], min(hidden.shape)
+
+    def of(size: int) -> list[Any]:
+        types = (jax.ShapeDtypeStruct((size, *x.shape[1:]), x.dtype) for x in (hidden, labels))
+        own, of_labels = types
+        return [own, weight, of_labels, *bias]
+
+    return [(of(some), True), *([(of(tokens - some), False)] if some < tokens else [])]
+
+
+@waiting_p.def_abstract_eval
+def _abstract_waiting(*avals: Any, layer: Layer) -> Any:
+    return [*_types(layer, False, avals), avals[1]]
+
+
+def _none_wait(layer: Layer, *operands: jax.Array) -> list[jax.Array]:
+    """Computes the statistics, where no logits wait."""
+    return [*statistics(layer, *operands), operands[1]]
+
+
+def _waiting(layer: Layer, *operands: jax.Array, gpu: bool = False) -> list[jax.Array]:
+    """Keeps the logits of the first tokens; those that follow have statistics alone."""
+    hidden, weight, labels, *bias = operands
+    tokens, width = hidden.shape
+    some = min(tokens, width)
+    planned = dataclasses.replace(layer, call=lowering.planned(layer.call, gpu))
+    if not planned.waiting(hidden, weight).waits:
+        return _none_wait(layer, *operands)
+    # A kernel stores into the larger array; without one, another is made.
+    by_kernel = gpu and some < width
+    if by_kernel and (results := loss_windows.statistics(planned, Given.of(operands))):
+        return results
+    *found, kept = statistics(layer, hidden[:some], weight, labels[:some], *bias, keep=True)
+    if some < width:
+        kept = jnp.pad(kept, ((0, width - some), (0, 0)))
+    if some < tokens:
+        others = statistics(layer, hidden[some:], weight, labels[some:], *bias)
+        found = [jnp.concatenate(own) for own in zip(found, others, strict=True)]
+    return [*found, kept]
+
+
+def _lowered_waiting(ctx: mlir.LoweringRuleContext, *operands: Any, layer: Layer, gpu: bool) -> Any:
+    if mesh_context.is_one_devices(ctx.module_context.axis_context):
+        run = functools.partial(_waiting, layer, gpu=gpu)
+        return mesh_context.lower_off_mesh(ctx, run, operands)
+    run = functools.partial(_none_wait, layer)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
+
+
+def _batch_waiting(operands: Any, dims: Any, *, layer: Layer) -> Any:
+    results = jax.vmap(functools.partial(_none_wait, layer), tuple(dims))(*operands)
+    return results, [0] * len(results)
 
 
 def _taken_apart(operands: Sequence[Any], layer: Layer, moved: Any, kept: bool) -> Any:
@@ -238,6 +346,7 @@ def _batch_change(operands: Any, dims: Any, **params: Any) -> Any:
 
 give_rules(statistics_p, jvp=_jvp, batch=_batch)
 give_rules(change_p, jvp=_change_jvp, transpose=_transpose, batch=_batch_change)
-ad.primitive_jvps[waiting_p] = _jvp_of_waiting
+give_rules(waiting_p, jvp=_jvp_of_waiting, batch=_batch_waiting)
 lower_by(statistics_p, _lowered)
+lower_by(waiting_p, _lowered_waiting)
 mlir.register_lowering(change_p, mlir.lower_fun(_change, multiple_results=True))

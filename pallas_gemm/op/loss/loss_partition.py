@@ -7,9 +7,8 @@ The width is gathered where it is split. If one axis splits tokens and words, it
 the dimension that is larger.
 """
 
-import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +16,6 @@ from jax import lax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import signature_of
-from pallas_gemm.op.loss.loss_chunks import over_words
 from pallas_gemm.op.loss.loss_layer import Layer
 from pallas_gemm.op.mesh import mesh_axes
 from pallas_gemm.op.mesh.parts import handed_out, named, share
@@ -82,44 +80,6 @@ def _shared_out(mesh: Mesh, sizes: dict[str, int], placed: dict[str, Axes]) -> d
         free = (axis for axis in placed[letter] if axis not in taken)
         found[letter] = mesh_axes.dividing(mesh, free, sizes[letter])
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """The statistics of each token, and the product if it is kept.
-
-    Attributes:
-        layer: The layer.
-        keep: The product is kept.
-        compute: Computes them of what one device has.
-    """
-
-    layer: Layer
-    keep: bool
-    compute: Callable[..., Sequence[jax.Array]] = dataclasses.field(repr=False)
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The dimensions of each operand."""
-        return dimensions_of(self.layer)
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The dimensions of each result."""
-        return ("t",) * (2 + self.layer.total) + ("tw",) * self.keep
-
-    def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes it from what one device has."""
-        return self.compute(self.layer, *operands, keep=self.keep)
-
-    on_one_device = run
-
-    def combine(self, results: Sequence[jax.Array], axes: dict[str, Axes]) -> Sequence[jax.Array]:
-        """Combines what devices have of the words of a token."""
-        if not axes["w"]:
-            return results
-        count = 2 + self.layer.total
-        return [*over_words(results[:count], axes["w"]), *results[count:]]
 
 
 def dimensions_of(layer: Layer) -> tuple[str, ...]:

@@ -6,7 +6,7 @@
 
 So nothing passes over memory between the products, and there is no second array of sums
 (`kernels/windows.py`). `loss_chunks` has the loop over chunks of words. Where logits wait in the
-gradient of the weight (`loss_waiting`), slopes of those tokens are made of them in one pass.
+gradient of the weight (`loss`), slopes of those tokens are made of them in one pass.
 """
 
 import dataclasses
