@@ -95,9 +95,8 @@ def change_by_xla(
     Raises:
         ValueError: Something is promised of it.
     """
-    if (promised := call.options.numerics) is not None:
-        why = "XLA derives a product whose factors have scales of blocks, or are of few bits"
-        raise ValueError(numerics.why_not_kept(promised, why))
+    why = "XLA derives a product whose factors have scales of blocks, or are of few bits"
+    numerics.refuse_promised(call.options, why)
     return change_by(functools.partial(by_xla, call), primals, tangents)
 
 

@@ -140,9 +140,8 @@ def _turned(operand: Any, shape: tuple[Any, ...]) -> stored.Turned | None:
 
 def refuse_unshared(call: Call, module: Any) -> None:
     """Raises an error if XLA shares out a product of which something is promised."""
-    if (promised := call.options.numerics) is not None:
-        why = mesh_context.why_not_partitioned(module) or "it is on no mesh that kernels know"
-        raise ValueError(numerics.why_not_kept(promised, why))
+    why = mesh_context.why_not_partitioned(module) or "it is on no mesh that kernels know"
+    numerics.refuse_promised(call.options, why)
 
 
 def refuse_simulation(call: Call) -> None:
@@ -174,9 +173,9 @@ def planned[C: Call](call: C, gpu: bool) -> C:
     """
     if gpu:
         own = call if call.options.target else call.with_target(targeting.first_gpu())
-        if own.options.target is None and (promised := call.options.numerics) is not None:
+        if own.options.target is None:
             why = 'no GPU is planned for; with target("h200"): one is'
-            raise ValueError(numerics.why_not_kept(promised, why))
+            numerics.refuse_promised(call.options, why)
         return own
     if call.options.implementation == "interpret":
         return call
@@ -186,8 +185,8 @@ def planned[C: Call](call: C, gpu: bool) -> C:
             f"implementation={asked!r} needs an NVIDIA GPU, but this program is compiled for"
             " another platform; None takes what there is, 'interpret' simulates the kernel"
         )
-    if call.options.target is None and (promised := call.options.numerics) is not None:
-        raise ValueError(numerics.why_not_kept(promised, numerics.ELSEWHERE))
+    if call.options.target is None:
+        numerics.refuse_promised(call.options, numerics.ELSEWHERE)
     return call.with_target(None)
 
 

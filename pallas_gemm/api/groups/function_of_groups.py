@@ -60,7 +60,7 @@ def _computed(call: GroupedCall, of_rows: OfRows, operands: tuple[Any, ...]) -> 
     """
     a, b, *_ = operands
     if why := groups.why_jax(call, operands):
-        groups.refuse_promised(call.options, why)
+        numerics.refuse_promised(call.options, why)
         notes.note_outside((a, b), call.out_dtype, why)
         return fused_groups.apart(call, of_rows, *operands, multiply=xla_groups.by_jax)
     call = numerics.resolved_groups(call, a, b, finished=True)

@@ -103,7 +103,7 @@ def group_sums(  # noqa: PLR0913 - each is a keyword
     call = dataclasses.replace(call, contracted=True, transpose_b=last, epilogue=formula)
     every = (a, b, sizes, *(getattr(scales, name) for name in formula.operands))
     if why := groups.why_jax(call, every):
-        groups.refuse_promised(call.options, why)
+        planned.refuse_promised(call.options, why)
         notes.note_outside((a, b), call.out_dtype, why)
         return xla_groups.by_jax(call, *every)
     call = planned.resolved_groups(call, a, b)

@@ -274,7 +274,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     if others is not None:
         return function_of_groups.answer(call, every, epilogue, others)
     if why := groups.why_jax(call, every):
-        groups.refuse_promised(call.options, why)
+        planned.refuse_promised(call.options, why)
         notes.note_outside((a, b), call.out_dtype, why)
         return xla_groups.by_jax(call, *every)
     call = planned.resolved_groups(call, a, b)
@@ -347,7 +347,7 @@ def _by_jax(
     stock: Callable[[], jax.Array], options: Options, factors: Any, why: str, dtype: Any
 ) -> jax.Array:
     """Computes a product by JAX's own function, of which nothing may be promised."""
-    groups.refuse_promised(options, why)
+    planned.refuse_promised(options, why)
     notes.note_outside(factors, np.dtype(dtype), why)
     return stock()
 

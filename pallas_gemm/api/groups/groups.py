@@ -11,8 +11,8 @@ from jax.lax import dot
 from pallas_gemm.api import arguments, request
 from pallas_gemm.call import GroupedCall, Options
 from pallas_gemm.kernels import element_types
-from pallas_gemm.planning import numerics, scheme
 from pallas_gemm.planning import precision as precisions
+from pallas_gemm.planning import scheme
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import element_type
 
@@ -43,12 +43,6 @@ def call_of(
     options = dataclasses.replace(options, target=known_target(a, b, sizes))
     dtype = arguments.result_type(a, b, element_type(preferred), dot, resolved).dtype
     return GroupedCall(dtype, precision=resolved, options=options)
-
-
-def refuse_promised(options: Options, why: str) -> None:
-    """Raises an error if something is promised of what no kernel computes."""
-    if options.numerics is not None:
-        raise ValueError(numerics.why_not_kept(options.numerics, why))
 
 
 def arrays(

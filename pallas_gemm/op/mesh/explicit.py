@@ -209,9 +209,8 @@ def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -
         result, change = _product_jvp(f, shardings[0], primals, linear.changes(tangents))
         return [result], [change]
     if isinstance(f, _Fused):
-        if (promised := f.call.options.numerics) is not None:
-            why = "on an explicit mesh, XLA computes a function that is derived"
-            raise ValueError(numerics.why_not_kept(promised, why))
+        why = "on an explicit mesh, XLA computes a function that is derived"
+        numerics.refuse_promised(f.call.options, why)
         # All that is kept for the derivative has to be on the explicit mesh.
         return linear.derived(f.apart, primals, linear.changes(tangents))
     changes = [t for t in linear.changes(tangents) if t is not None]

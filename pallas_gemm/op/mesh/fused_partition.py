@@ -198,7 +198,7 @@ def refuse_unpromised(call: Call, parts: Parts | str) -> None:
     elif promised.chunk is not None and _adds_up_rows(parts):
         why = "the epilogue adds up rows, and only gradients of right operands do so in chunks"
     if why:
-        raise ValueError(numerics.why_not_kept(promised, why))
+        numerics.refuse_promised(call.options, why)
 
 
 def _adds_up_rows(parts: Parts | str) -> bool:
@@ -209,17 +209,14 @@ def _adds_up_rows(parts: Parts | str) -> bool:
 def _refuse_parts(shared: Shared, split: Split) -> None:
     """Raises an error if devices add up sums whose bits are promised."""
     options = shared.call.options
-    if options.numerics is None:
-        return
-    why = None
-    if split.contracted:
-        why = f"the mesh splits what is summed over ({split}), and devices add up their sums"
     columns = any(split.axes[letter] for letter in shared.names.columns)
     adding = [x for x in shared.program.reductions if x.kind == "m" and x.reduction in ADDING]
     if options.parts and columns and adding:
         why = f"the mesh splits the columns ({split}), along which the epilogue adds up"
-    if why:
-        raise ValueError(numerics.why_not_kept(options.numerics, why))
+        numerics.refuse_promised(options, why)
+    if split.contracted:
+        why = f"the mesh splits what is summed over ({split}), and devices add up their sums"
+        numerics.refuse_promised(options, why)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -94,7 +94,7 @@ def _partition(
     own = _Share.of(call, letters, mesh, [*args, result])
     if own.axes["k"] and call.options.parts:
         why = f"the mesh splits what is summed over ({mesh_axes.split_text(own.axes)})"
-        raise ValueError(numerics.why_not_kept(call.options.numerics, why))
+        numerics.refuse_promised(call.options, why)
     *given, final = own.shardings()
     return share(own, ((own.shape, call.out_dtype),)), final, tuple(given)
 

@@ -24,7 +24,7 @@ def sharding_rule(
     Args:
         contraction: A product.
         operands: The dimensions of each operand.
-        results: Those of each result.
+        results: The dimensions of each result.
         more: Dimensions that the product has not.
     """
     given, made = (

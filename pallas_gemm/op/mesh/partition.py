@@ -64,7 +64,7 @@ def _partition(
     split, received = sharing.share_out(call, contraction, signature, mesh, wanted)
     if split.contracted and call.options.parts:
         why = f"the mesh splits what is summed over ({split}), and devices add up their sums"
-        raise ValueError(numerics.why_not_kept(call.options.numerics, why))
+        numerics.refuse_promised(call.options, why)
     needed = split.placements(call)
     before, after = (*wanted[:-1], needed[-1]), (*needed[:-1], wanted[-1])
     shapes = [x.shape for x in (*args, result)]
