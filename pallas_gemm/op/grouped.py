@@ -108,7 +108,7 @@ def grouped(call: GroupedCall, *operands: jax.Array) -> jax.Array:
 @grouped_part_p.def_effectful_abstract_eval
 @grouped_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: GroupedCall, **_: Any) -> Any:
-    result = lowering.type_by(xla_groups.by_jax, call, avals)
+    result = lowering.types_by(avals, xla_groups.by_jax, call)[0]
     return result, lowering.effects(call, signature_of(avals))
 
 

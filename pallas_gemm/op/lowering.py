@@ -40,7 +40,7 @@ kernel_p = core.Primitive("pallas_gemm_kernel")
 @whole_p.def_effectful_abstract_eval
 @product_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call, contraction: Contraction, **_: Any) -> Any:
-    result = type_by(contraction.by_xla, call, avals)
+    result = types_by(avals, contraction.by_xla, call)[0]
     return result, effects(*merged(call, contraction, signature_of(avals))[:2])
 
 
@@ -48,11 +48,6 @@ def _abstract(*avals: Any, call: Call, contraction: Contraction, **_: Any) -> An
 def types_by(avals: tuple[Any, ...], by_xla: Callable[..., Any], *static: Any) -> list[Any]:
     """Returns the types of what XLA computes, with shardings and manual axes."""
     return jax.make_jaxpr(functools.partial(by_xla, *static))(*avals).out_avals
-
-
-def type_by(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> Any:
-    """Returns the type of a result that XLA computes of a call."""
-    return types_by(avals, by_xla, call)[0]
 
 
 @kernel_p.def_effectful_abstract_eval

@@ -91,7 +91,7 @@ def _abstract(
     """Each result has the type of its own product; none of these is simulated."""
     each = operands_of_each(call, rights)
     return [
-        lowering.type_by(own.by_xla, call, (a, *rest))
+        lowering.types_by((a, *rest), own.by_xla, call)[0]
         for own, rest in zip(contractions, each, strict=True)
     ]
 

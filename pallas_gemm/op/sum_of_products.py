@@ -70,7 +70,7 @@ def merged_sum(each: Sequence[Merged]) -> tuple[SumCall, Signature] | None:
 
 @sum_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: SumCall, contractions: Sequence[Contraction], **_: Any) -> Any:
-    result = lowering.type_by(contractions[0].by_xla, call.each, avals[:2])
+    result = lowering.types_by(avals[:2], contractions[0].by_xla, call.each)[0]
     whole = merged_sum(each_merged(call, contractions, signature_of(avals)))
     return result, set() if whole is None else lowering.effects(*whole)
 

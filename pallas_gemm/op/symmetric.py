@@ -51,7 +51,7 @@ def mirrored(x: jax.Array) -> jax.Array:
 
 @symmetric_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: SymmetricCall, **_: Any) -> Any:
-    result = lowering.type_by(xla.product, call.whole, avals)
+    result = lowering.types_by(avals, xla.product, call.whole)[0]
     return result, lowering.effects(call, signature_of(avals))
 
 
