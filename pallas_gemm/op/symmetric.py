@@ -10,8 +10,6 @@ same. On a mesh of several devices it stays as it is.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -117,7 +115,7 @@ def _batch(
     }
     # What is mapped stands in front of the batch, or behind it.
     sizes = (x.shape[getattr(mapped, name) == 0] for name, x in own.items() if inner[name])
-    batch = next(sizes, None)
+    batch = next(sizes, 1)
     # Of a batch, at least one factor has its own; both of a "gram" are one array.
     none = (mapped.a, mapped.b) == (None, None)
     ready = {}
@@ -126,17 +124,14 @@ def _batch(
         is_shared = dim is None and not inner[name] and not (none and name in ("a", "b"))
         ready[name] = x if is_shared else _in_batch(x, dim, size, batch, inner=inner[name])
     result = symmetric(call, *Operands(**{"a": None, "b": None} | ready).present())
-    return result.reshape(size, *(() if batch is None else (batch,)), *result.shape[-2:]), 0
+    return result.reshape(size, *(batch,) * any(inner.values()), *result.shape[-2:]), 0
 
 
-def _in_batch(x: Any, dim: int | None, size: int, batch: int | None, *, inner: bool) -> jax.Array:
+def _in_batch(x: Any, dim: int | None, size: int, batch: int, *, inner: bool) -> jax.Array:
     """Returns an operand with one dimension in front for what is mapped and the batch."""
     x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
-    if batch is not None and not inner:
-        x = x[:, None]
-    lead: Sequence[int] = (size,) if batch is None else (size, batch)
-    x = jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
-    return x.reshape(math.prod(lead), *x.shape[len(lead) :])
+    x = x if inner else x[:, None]
+    return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
 
 
 give_rules(symmetric_p, jvp=_jvp, batch=_batch)
