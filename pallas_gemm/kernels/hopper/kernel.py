@@ -102,6 +102,7 @@ from pallas_gemm.kernels.hopper.groups.product import (
     SumsOverGroupsInBlocks,
 )
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.ptx import tf32
 from pallas_gemm.kernels.traced import Scalar
 
 
@@ -222,6 +223,7 @@ def _body(
 ) -> None:
     """Runs the role of each warpgroup of a CTA."""
     early_launch.begin(plan)
+    whole = gmem.factors
     gmem, out = windows.within(plan.window, plan.problem, gmem, out)
     rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
     cta = Cta(plan, gmem, out, left, rows, slots, barriers, summands)
@@ -247,15 +249,16 @@ def _body(
 
     # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
     lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.consumers, consume, produce)
+    if plan.problem.a_dtype == jnp.float32:
+        loaded = [x for a, b in whole for x in (a, *b)] + [every] * plan.gathers
+        tf32.round_loads(plan, loaded)
 
 
 def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     """Returns the operands as the kernel takes them."""
     operands, factors = list(given), plan.factors
-    if plan.problem.a_dtype == jnp.float32:
-        # The tensor cores cut off what tf32 does not hold; rounding errs half as much.
-        rounded = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=10)
-        operands[:factors] = map(rounded, operands[:factors])
+    if plan.problem.a_dtype == jnp.float32 and plan.simulated:
+        operands[:factors] = map(tf32.rounded, operands[:factors])
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]
     if plan.problem.in_groups:
