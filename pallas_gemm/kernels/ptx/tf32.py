@@ -1,11 +1,11 @@
 """Float32 on its way into shared memory: TMA rounds it to TF32, to the nearest even number.
 
-The tensor cores cut off what TF32 does not hold. That errs 2.6 times as much as rounding. A sum of
-positive products is then too small by 7e-4 of itself.
+The tensor cores use the first bits of a float32, and drop the others. That errs 2.6 times as much
+as rounding, and sums of positive products are too small by 7e-4 of themselves.
 
-TMA rounds what it loads if one bit of the tensor map says so. The driver's maps of float32 and of
-TF32 differ in that bit alone. Mosaic knows no TF32: it makes a map of float32, and the program sets
-the bit before it launches the kernel.
+One bit of a tensor map has TMA round all that it loads. The driver's maps of float32 and of TF32
+differ in that bit alone. Mosaic knows no TF32: it makes a map of float32, and the program sets the
+bit before it launches the kernel.
 """
 
 from collections.abc import Sequence
