@@ -249,15 +249,14 @@ def _body(
 
     # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
     lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.consumers, consume, produce)
-    if plan.problem.a_dtype == jnp.float32:
-        loaded = [x for a, b in whole for x in (a, *b)] + [every] * plan.gathers
-        tf32.round_loads(plan, loaded)
+    if plan.rounds_loads:
+        tf32.round_loads([x for a, b in whole for x in (a, *b)])
 
 
 def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     """Returns the operands as the kernel takes them."""
     operands, factors = list(given), plan.factors
-    if plan.problem.a_dtype == jnp.float32 and plan.simulated:
+    if plan.problem.a_dtype == jnp.float32 and not plan.rounds_loads:
         operands[:factors] = map(tf32.rounded, operands[:factors])
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]

@@ -1,11 +1,11 @@
 """Float32 on its way into shared memory: TMA rounds it to TF32, to the nearest even number.
 
-The tensor cores use the first bits of a float32, and drop the others. That errs 2.6 times as much
-as rounding, and sums of positive products are too small by 7e-4 of themselves.
+The tensor cores use the first bits of a float32, and drop the others. Sums err 2.6 times as much as
+those of rounded operands, and sums of positive products are too small by 7e-4 of themselves.
 
-One bit of a tensor map has TMA round all that it loads. The driver's maps of float32 and of TF32
-differ in that bit alone. Mosaic knows no TF32: it makes a map of float32, and the program sets the
-bit before it launches the kernel.
+With one bit of a tensor map set, TMA rounds all that it loads. The driver's maps of float32 and of
+TF32 differ in this bit alone. Mosaic knows no TF32: it makes a map of float32, and the program sets
+the bit before it launches the kernel.
 """
 
 from collections.abc import Sequence
@@ -16,16 +16,15 @@ from jax import lax
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.ptx.operation import REF, Operation
+from pallas_gemm.kernels.ptx.operation import REF
 from pallas_gemm.kernels.traced import Ref
 
 WORD, ROUNDS = 2, 1 << 16
 """Which word of a tensor map has the bit, and the bit."""
 ARGUMENT = "mosaic_gpu.from_kernel_arg_idx"
-"""What Mosaic calls the place of an array among the arguments of a kernel."""
+"""Mosaic's name for the place of an array among the arguments of a kernel."""
 
 
-@Operation
 def round_loads(arrays: Sequence[Ref]) -> None:
     """Has TMA round what a kernel loads of some arrays of global memory, wherever it does."""
 
@@ -49,11 +48,6 @@ def round_loads(arrays: Sequence[Ref]) -> None:
     inline(*arrays)
 
 
-@round_loads.meaning
-def _(arrays: Sequence[Ref]) -> None:
-    del arrays
-
-
 def _place(array: Any) -> int:
     """Returns which argument of the kernel an array is."""
     while isinstance(array, utils.ir.BlockArgument):
@@ -70,5 +64,5 @@ def _set_bit(maps: Any, offset: int) -> None:
 
 
 def rounded(x: jax.Array) -> jax.Array:
-    """Returns what is loaded: the simulator copies it as it is."""
+    """Returns what is loaded then. The simulator copies arrays as they are."""
     return lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10)

@@ -328,10 +328,10 @@ _CHOICES = np.array([(*tile, pieces) for tile in TILES for pieces in PIECES], np
 _LARGE = _CHOICES[:, (_CHOICES[0] * _CHOICES[1] >= 128 * 128) & (_CHOICES[2] == 1)]
 KERNELS = (_Kernels(_CHOICES, 54, 2.4, 0.03),)
 SINGLE_KERNELS = _Kernels(_LARGE, 54, 2.4, 0.15), _Kernels(_CHOICES, 200, 6, 0.06)
-"""Those of TF32 with large tiles of whole sums are fast, and all others slow. Half of the predictions
-of 79 products are within 10%: of `h200_odd_sizes.csv`, `h200_single.csv` and the seed 21 of
-`h200_tf32.csv`. Half of 25 others, of seed 22, are within 9%. By `KERNELS` alone, predictions would
-be 21% too short in the median."""
+"""Of TF32: kernels with large tiles of whole sums are fast, and all others slow. Half of the
+predictions of 79 products are within 10%: of `h200_odd_sizes.csv`, `h200_single.csv` and the seed
+21 of `h200_tf32.csv`. Half of 25 others, of seed 22, are within 9%. By `KERNELS` alone, predictions
+would be 21% too short in the median."""
 TURNED_SINGLE_KERNELS = (_Kernels(_CHOICES, 200, 4, 0.1),)
 """The same where the left operand is stored [k, m]: 4096 cubed takes 525 us so, and 344 otherwise.
 Half of the predictions of 27 products of the same files are within 11%, of 12 of seed 22 within
