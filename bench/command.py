@@ -37,7 +37,23 @@ class RequestError(ValueError):
     """A request that cannot be met; the message is one line for the user."""
 
 
-def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
+def start(
+    program: str,
+    run: Callable[[flags.FlagValues], int],
+    define: Callable[[flags.FlagValues], None] = lambda _: None,
+) -> None:
+    """Reads the command line, runs a program and ends with the status that it returns.
+
+    Args:
+        program: Its name.
+        run: The program, given the values of its flags.
+        define: Defines its flags.
+    """
+    define(flags.FLAGS)
+    app.run(lambda _: guarded(program, lambda: run(flags.FLAGS)), flags_parser=_parser(program))
+
+
+def _parser(program: str) -> Callable[[Sequence[str]], list[str]]:
     """Returns a parser of flags for `absl.app.run` that reports an error in one line."""
 
     def parse(argv: Sequence[str]) -> list[str]:

@@ -27,7 +27,7 @@ if __package__ in (None, ""):
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 from bench import command, gpu, report
 from bench.command import RequestError
@@ -136,9 +136,7 @@ def run(values: flags.FlagValues) -> int:
     for name in names:
         if name not in FUNCTIONS:
             raise RequestError(f"--function={name} is unknown; legal: {', '.join(FUNCTIONS)}")
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise RequestError(reason)
+    gpu.require()
     settings = Settings(
         burst_rounds=values.burst_rounds,
         sustained_rounds=values.sustained_rounds,
@@ -155,8 +153,7 @@ def run(values: flags.FlagValues) -> int:
         found = _timed(name, size, runners, settings)
         lines += _lines(name, size, found)
         _show(lines[-(1 + (found["ours"].sustained is not None)) :])
-        if path:
-            report.write(path, _csv(lines).encode())
+        report.write_records(path, lines)
     return 0
 
 
@@ -243,16 +240,5 @@ def _show(lines: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
-    rows = [list(lines[0]), *(list(line.values()) for line in lines)]
-    return "".join(",".join(row) + "\n" for row in rows)
-
-
-def main(_: list[str]) -> int:
-    """Times what the command line asks for."""
-    return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
-
-
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, run, define_flags)

@@ -59,11 +59,8 @@ def climb(
         plot=None,
         against=None,
     )
-    if reason := report.why_not_writable(filter(None, (csv,))):
-        raise RequestError(reason)
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise RequestError(reason)
+    report.check_writable(csv)
+    gpu.require()
     device = targeting.first_gpu()
     if device is None:
         raise RequestError("this GPU is none that the kernels know")

@@ -4,14 +4,14 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from bench.command import WIDTH
+from bench.command import WIDTH, RequestError
+from pallas_gemm.computer import user_folder
 from pallas_gemm.tuning.measure import Result, Spread, Timing
 
 Status = Literal["ok", "refused", "failed", "wrong"]
@@ -240,32 +240,33 @@ def to_csv(report: Report) -> str:
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
     """Writes a file whole or not at all."""
-    data = content.encode() if isinstance(content, str) else content
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        pathlib.Path(name).chmod(0o644)
-        pathlib.Path(name).replace(path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
-        raise
+    user_folder.write(path, content.encode() if isinstance(content, str) else content)
 
 
-def why_not_writable(paths: Iterable[pathlib.Path]) -> str | None:
-    """Returns why one of the files cannot be written, or None: better now than after the run."""
-    for path in paths:
+def write_records(path: pathlib.Path | None, records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes records with the same fields as CSV, if there is a path to write to."""
+    if path:
+        rows = [records[0], *(record.values() for record in records)]
+        write(path, "".join(",".join(map(str, row)) + "\n" for row in rows))
+
+
+def check_writable(*paths: pathlib.Path | None) -> None:
+    """Refuses files that cannot be written: better now than after the run.
+
+    Raises:
+        RequestError: One of them cannot be.
+    """
+    for path in filter(None, paths):
         folder = path.parent
         if not folder.is_dir():
-            return f"cannot write {path}: there is no folder {folder}"
+            raise RequestError(f"cannot write {path}: there is no folder {folder}")
         if path.is_dir():
-            return f"cannot write {path}: it is a folder"
+            raise RequestError(f"cannot write {path}: it is a folder")
         try:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            return f"cannot write {path}: {error.strerror or error}"
-    return None
+            raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _figures(row: Row, mode: Mode, timing: Timing, limits: Limits) -> str:

@@ -33,7 +33,7 @@ if __package__ in (None, ""):
     # Says which extra is missing, before an import fails.
     importlib.import_module("bench")
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 
 from bench import command, gpu, peers, products, random_suite, report, shapes, workers
@@ -131,23 +131,15 @@ def products_of(case: shapes.Case, device: Device) -> list[Problem]:
     return [problem for problem, planned in record.problems.values() if planned == device]
 
 
-def main(argv: Sequence[str]) -> int:
+def _run(values: flags.FlagValues) -> int:
     """Tunes.
 
     Returns:
         0; 2 for a request that cannot be met.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
-
-
-def _run(values: flags.FlagValues) -> int:
     options = options_from(values)
-    if reason := report.why_not_writable(filter(None, (options.output, options.csv))):
-        raise command.RequestError(reason)
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise command.RequestError(reason)
+    report.check_writable(options.output, options.csv)
+    gpu.require()
     device = targeting.first_gpu()
     architecture = architecture_of(device) if device else None
     if device is None or architecture is None:
@@ -158,8 +150,7 @@ def _run(values: flags.FlagValues) -> int:
     if output is None:
         command.make_folder(FOLDER)
         output = FOLDER / f"{tables.slug(device.kind)}.json"
-        if reason := report.why_not_writable([output]):
-            raise command.RequestError(reason)
+        report.check_writable(output)
     table = _before(output, device) if options.resume else tables.Table(device.kind)
     console = command.console()
     with workers.Workers() as pool:
@@ -283,5 +274,4 @@ def _before(path: pathlib.Path, device: Device) -> tables.Table:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, _run, define_flags)
