@@ -63,6 +63,11 @@ class Flat(NamedTuple):
     equations: tuple[Equation, ...]
     outputs: tuple[Any, ...]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the operations."""
+        return [own.primitive.name for own in self.equations]
+
 
 def flat(closed: core.ClosedJaxpr) -> Flat:
     """Returns a traced function without calls."""
