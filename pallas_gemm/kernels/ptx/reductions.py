@@ -23,7 +23,7 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.ptx import quick
-from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, number_in, word_of
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, like, number_in, word_of
 from pallas_gemm.kernels.traced import Ref, Values
 from pallas_gemm.program import ARGMAX, LOGSUMEXP
 
@@ -88,9 +88,7 @@ def in_threads(values: Values, name: str) -> Any:
         each = found.reshape(blocks, 2)
         for block in range(blocks):
             each[block] = functools.reduce(both, registers[:, block].ravel())
-        return mgpu.FragmentedArray(
-            _registers=found, _layout=values.layout, _is_signed=values.is_signed
-        )
+        return like(values, found)
 
     return inline(values)
 
@@ -184,9 +182,7 @@ def picked_in_threads(values: Values, columns: Values, limit: Any, before: Value
         result = np.empty_like(before.registers)
         for place, x in zip(np.ndindex(result.shape), choice.results, strict=True):
             result[place] = vector.broadcast(before.registers[place].type, x)
-        return mgpu.FragmentedArray(
-            _registers=result, _layout=before.layout, _is_signed=before.is_signed
-        )
+        return like(before, result)
 
     return inline(values, columns, limit, before)
 
@@ -213,9 +209,7 @@ def across_threads(values: Values, name: str) -> Any:
             for distance in (1, 2):
                 own = both(own, utils.shfl_bfly(own, distance))
             found[place] = vector.broadcast(x.type, own)
-        return mgpu.FragmentedArray(
-            _registers=found, _layout=values.layout, _is_signed=values.is_signed
-        )
+        return like(values, found)
 
     return inline(values)
 
