@@ -1,5 +1,6 @@
 """What the benchmark programs share on the command line: flags, errors in one line, progress."""
 
+import concurrent.futures
 import contextlib
 import math
 import os
@@ -235,3 +236,9 @@ def make_folder(path: pathlib.Path) -> None:
 def threads() -> int:
     """Returns how many threads may compile."""
     return max(2, os.cpu_count() or 2)
+
+
+def each[Job, Made](make: Callable[[Job], Made], jobs: Sequence[Job]) -> dict[Job, Made]:
+    """Returns what becomes of each job, which several threads compile."""
+    with concurrent.futures.ThreadPoolExecutor(threads()) as pool:
+        return dict(zip(jobs, pool.map(make, jobs), strict=True))

@@ -15,7 +15,6 @@ come from memory. Results are checked before they are timed. Times are those of
 the kernels alone, in bursts.
 """
 
-import concurrent.futures
 import importlib
 import importlib.util
 import math
@@ -285,8 +284,7 @@ def _compiled(chosen: Sequence[Case], pool: Workers) -> Runners:
         return pool.build(program) if by == "ours" or case.sizes else program.compiled()
 
     jobs = [(case, by) for case in chosen for by in BY]
-    with concurrent.futures.ThreadPoolExecutor(command.threads()) as threads:
-        return dict(zip(jobs, threads.map(build, jobs), strict=True))
+    return command.each(build, jobs)
 
 
 def _timed(case: Case, runners: Runners, settings: Settings) -> Mapping[str, Result]:

@@ -12,7 +12,6 @@ XLA's before they are timed. Times are those of the kernels alone, in bursts,
 and call after call with --sustained_rounds.
 """
 
-import concurrent.futures
 import importlib
 import pathlib
 import sys
@@ -172,8 +171,7 @@ def _compiled(cases: Sequence[tuple[str, tuple[int, ...]]], pool: Workers) -> Ru
         return program.compiled() if by == "xla" else pool.build(program)
 
     jobs = [(name, size, by) for name, size in cases for by in BY]
-    with concurrent.futures.ThreadPoolExecutor(command.threads()) as threads:
-        return dict(zip(jobs, threads.map(build, jobs), strict=True))
+    return command.each(build, jobs)
 
 
 def _timed(

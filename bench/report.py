@@ -223,18 +223,24 @@ def to_csv(report: Report) -> str:
     fields = ["case", "source", "peer", "status", "note", "flops", "bytes", "error"]
     timing = ["us", "us_low", "us_high", "tflops", "ratio", "ratio_low", "ratio_high"]
     figures = [*timing, "limit_share", "clock_mhz", "busy"]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*fields, *(f"{mode}_{figure}" for mode in MODES for figure in figures), "mj"])
+    names = [*fields, *(f"{mode}_{figure}" for mode in MODES for figure in figures), "mj"]
+    records = []
     for row in report.rows:
         cells: list[Any] = [getattr(row, field) for field in fields]
         for mode in MODES:
             cells += _csv_figures(row, mode, report.limits, len(figures))
         joules = row.result.joules if row.result else None
         cells.append(None if joules is None else joules * 1e3)
-        writer.writerow(
-            [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells],
-        )
+        records.append(dict(zip(names, cells, strict=True)))
+    return table(records)
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns records with the same fields as CSV, numbers with six digits."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in (*records[:1], *(record.values() for record in records)):
+        writer.writerow([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row])
     return text.getvalue()
 
 
@@ -246,8 +252,7 @@ def write(path: pathlib.Path, content: str | bytes) -> None:
 def write_records(path: pathlib.Path | None, records: Sequence[Mapping[str, Any]]) -> None:
     """Writes records with the same fields as CSV, if there is a path to write to."""
     if path:
-        rows = [records[0], *(record.values() for record in records)]
-        write(path, "".join(",".join(map(str, row)) + "\n" for row in rows))
+        write(path, table(records))
 
 
 def check_writable(*paths: pathlib.Path | None) -> None:

@@ -16,10 +16,8 @@ product of the ratios in a burst and in sustained work. `over_xla` is the same
 against XLA.
 """
 
-import csv
 import dataclasses
 import importlib
-import io
 import pathlib
 import statistics
 import sys
@@ -235,29 +233,22 @@ def summary_lines(found: Sequence[outcome.Tuned]) -> list[str]:
 
 def to_csv(found: Sequence[outcome.Tuned]) -> str:
     """Returns one line for each product, times in microseconds."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [
-            *("product", "heuristics", "heuristics_us", "tuned", "tuned_us", "gain", "over_xla"),
-            *("tried", "dropped"),
-        ]
-    )
-    for tuned in found:
-        chosen = tuned.chosen_seconds
-        cells: list[Any] = [
-            outcome.problem_label(tuned.problem),
-            outcome.config_label(tuned.chosen),
-            "" if chosen is None else f"{chosen * 1e6:.2f}",
-            outcome.config_label(tuned.config),
-            f"{tuned.seconds * 1e6:.2f}",
-            f"{tuned.gain:.4f}",
-            f"{tuned.over_xla:.4f}",
-            tuned.tried,
-            "; ".join(tuned.dropped),
-        ]
-        writer.writerow(cells)
-    return text.getvalue()
+    return report.table([*map(_record, found)])
+
+
+def _record(tuned: outcome.Tuned) -> dict[str, Any]:
+    chosen = tuned.chosen_seconds
+    return {
+        "product": outcome.problem_label(tuned.problem),
+        "heuristics": outcome.config_label(tuned.chosen),
+        "heuristics_us": "" if chosen is None else f"{chosen * 1e6:.2f}",
+        "tuned": outcome.config_label(tuned.config),
+        "tuned_us": f"{tuned.seconds * 1e6:.2f}",
+        "gain": f"{tuned.gain:.4f}",
+        "over_xla": f"{tuned.over_xla:.4f}",
+        "tried": tuned.tried,
+        "dropped": "; ".join(tuned.dropped),
+    }
 
 
 def _before(path: pathlib.Path, device: Device) -> tables.Table:
