@@ -30,7 +30,7 @@ from pallas_gemm.kernels import launch, place, work
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.plan import BLOCK, KernelPlan
 from pallas_gemm.kernels.ptx import arrays
-from pallas_gemm.kernels.traced import Ref, Values
+from pallas_gemm.kernels.traced import Ref, Values, divided
 
 LOADED_REGISTERS = 128
 """Of a thread, for summands that it loads at the same time: each load takes most of a microsecond.
@@ -202,9 +202,3 @@ def blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[An
 def read(plan: KernelPlan, blocks: Any, layout: Any) -> Any:
     """Loads a part of a summand."""
     return arrays.read_blocks(plan, blocks, plan.problem.accumulator_dtype, layout)
-
-
-def divided(dividend: Any, divisor: int) -> tuple[Any, Any]:
-    """Divides what is not negative, and known only to the running program."""
-    by = jnp.int32(divisor)
-    return lax.div(dividend, by), lax.rem(dividend, by)

@@ -92,20 +92,29 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[Any], order: An
         for _ in range(problem.pairs)
     )
     scales = [on_its_own(next(left)) for _ in range(problem.scales)]
-    reaches = reach(config, problem)
+    reach = config.reach(problem)
     operands = []
     for operand, x in zip(words.program(problem).operands, left, strict=True):
         if operand.kind == "mn":
             operands.append(x)
             continue
-        size = reaches[operand.kind == "m"]
+        size = reach[(operand.kind == "m") == problem.transpose_out]
         if operand.kind and x.shape[-1] == size and x.dtype in FLOATS_16:
             operands.append(on_its_own(x))
             continue
         # All else comes in 32 bits: XLA copies it anyway.
         wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
-        operands.append(_padded(wide, size) if operand.kind else on_its_own(wide.reshape(-1)))
+        if operand.kind:
+            # No mask is used on loading: vectors go as far as the last tile.
+            operands.append(longer(wide, size - x.shape[-1]))
+        else:
+            operands.append(on_its_own(wide.reshape(-1)))
     return Inputs(factors, tuple(operands), order, scales=tuple(scales))
+
+
+def results(problem: Problem, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the shapes and types of the results that have an element for each sum."""
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in problem.result_dtypes)
 
 
 def on_its_own(x: jax.Array) -> jax.Array:
@@ -120,17 +129,9 @@ def on_its_own(x: jax.Array) -> jax.Array:
     return x if aligned else lax.optimization_barrier(x)
 
 
-def reach(config: GemmConfig, problem: Problem) -> tuple[int, int]:
-    """Returns how far the last tiles reach along the columns and the rows of the result."""
-    tiles = zip(config.grid(problem), config.cluster, config.out_tile(problem), strict=True)
-    rows, cols = map(math.prod, tiles)
-    return (rows, cols) if problem.transpose_out else (cols, rows)
-
-
-def _padded(x: jax.Array, reach: int) -> jax.Array:
-    """Returns a vector, or several, as far as the last tile reaches: no mask is used on loading."""
-    whole = [(0, 0)] * (x.ndim - 1)
-    return on_its_own(jnp.pad(x, [*whole, (0, reach - x.shape[-1])]))
+def longer(x: jax.Array, more: int) -> jax.Array:
+    """Returns an array with zeros at the end of its last dimension."""
+    return on_its_own(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
 
 
 class Operations(NamedTuple):

@@ -89,11 +89,7 @@ class BlackwellPlan(KernelPlan):
         """The problem whose result is stored: of whole tiles where nothing clips the stores."""
         if not self.config.direct_store:
             return self.problem
-        grid, tile = self.config.grid(self.problem), self.config.out_tile(self.problem)
-        m, n = (
-            size * step * sharers
-            for size, step, sharers in zip(grid, tile, self.config.cluster, strict=True)
-        )
+        m, n = self.config.reach(self.problem)
         return dataclasses.replace(self.problem, m=m, n=n)
 
     @property

@@ -271,15 +271,9 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     scales = tuple(scale.astype(jnp.float32) for scale in inputs.scales)
     if plan.problem.blocks is not None and plan.scales.staged:
         of_rows, beyond = bool(plan.problem.blocks.rows), plan.reach[1] - plan.problem.n
-        scales = scales[:of_rows] + tuple(_longer(x, beyond) for x in scales[of_rows:])
+        longer = (launch.longer(x, beyond) if beyond else x for x in scales[of_rows:])
+        scales = (*scales[:of_rows], *longer)
     return inputs._replace(scales=scales, sent=remote.counter(plan))
-
-
-def _longer(x: jax.Array, more: int) -> jax.Array:
-    """Returns an array with zeros at the end of its last dimension."""
-    if not more:
-        return x
-    return launch.on_its_own(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
 
 
 def _answer(plan: HopperPlan, out: Any, left: Any, every: Any = None) -> Any:

@@ -242,14 +242,7 @@ class HopperPlan(KernelPlan):
     @functools.cached_property
     def reach(self) -> tuple[int, int]:
         """How many rows and columns all tiles of a product have, those beyond its edges too."""
-        tiles = zip(
-            self.config.grid(self.problem),
-            self.config.cluster,
-            self.config.out_tile(self.problem),
-            strict=True,
-        )
-        rows, cols = map(math.prod, tiles)
-        return rows, cols
+        return self.config.reach(self.problem)
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -318,11 +311,6 @@ class HopperPlan(KernelPlan):
     def scatters(self) -> bool:
         """Whether the result's rows go to several devices."""
         return self.exchange.size > 1 and not self.exchange.gathers
-
-    @property
-    def approx_math(self) -> bool:
-        """Whether exp and tanh may be instructions, which err by less than rounding to 16 bits."""
-        return words.program(self.problem).is_coarse
 
     @property
     def store_widths(self) -> tuple[int, ...]:

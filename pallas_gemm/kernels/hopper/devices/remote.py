@@ -24,7 +24,7 @@ from pallas_gemm.kernels.exchange import on_device
 from pallas_gemm.kernels.hopper.devices import send_rows
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import fences
-from pallas_gemm.kernels.traced import Scalar
+from pallas_gemm.kernels.traced import Scalar, divided
 
 
 class Results(NamedTuple):
@@ -90,8 +90,8 @@ class _Exchanged(Rows):
 
     def split(self, row: Scalar) -> tuple[Any, Any]:
         """The row of cluster tiles among those of its share, and its share."""
-        share = lax.div(row, jnp.int32(self.tiles))
-        return lax.rem(row, jnp.int32(self.tiles)), share
+        share, row = divided(row, self.tiles)
+        return row, share
 
 
 class Gathered(_Exchanged):

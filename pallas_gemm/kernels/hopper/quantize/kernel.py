@@ -34,7 +34,7 @@ from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.quantize.plan import TILE, QuantizePlan, is_square
 from pallas_gemm.kernels.ptx import arrays
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Scales, Way, scales_of, values_of
-from pallas_gemm.kernels.traced import Ref, Scalar, Values
+from pallas_gemm.kernels.traced import Ref, Scalar, Values, divided
 
 HALF = 64
 """Rows and columns of what a warpgroup holds in registers at a time, side by side."""
@@ -78,15 +78,11 @@ class Given(NamedTuple):
 def tile_at(plan: QuantizePlan, index: Scalar) -> Tile:
     """The tile of a number: bands of rows, walked column by column."""
     rows, cols = plan.grid
-    batch, index = _divided(index, rows * cols)
-    band, within = _divided(index, plan.band * cols)
+    batch, index = divided(index, rows * cols)
+    band, within = divided(index, plan.band * cols)
     height = lax.min(jnp.int32(plan.band), jnp.int32(rows) - band * plan.band)
     col, row = lax.div(within, height), lax.rem(within, height)
     return Tile(batch, band * plan.band + row, col)
-
-
-def _divided(x: Scalar, by: int) -> tuple[Scalar, Scalar]:
-    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
 
 
 class Smem(NamedTuple):

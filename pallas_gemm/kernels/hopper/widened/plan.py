@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 
 from pallas_gemm.kernels.element_types import BITS
-from pallas_gemm.kernels.functions import words
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.operand import PANEL
@@ -160,8 +159,3 @@ class WidenedPlan(KernelPlan):
         rows, cols = self.form.rows, self.form.cols
         own = (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
         return max(1, self.config.along_k - 1), self.config.consumers, *own
-
-    @property
-    def approx_math(self) -> bool:
-        """Whether exp and tanh may be instructions, which err by less than rounding to 16 bits."""
-        return words.program(self.problem).is_coarse
