@@ -39,18 +39,7 @@ def climb(
         cases = tuple(shapes.parse(text) for text in texts)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    options = Options(
-        cases=cases,
-        peers=("xla",),
-        configs=(),
-        settings=Settings(energy_seconds=0.5),
-        cold=True,
-        full_grid=False,
-        csv=csv,
-        json=None,
-        plot=None,
-        against=None,
-    )
+    options = Options(cases, ("xla",), configs=(), settings=Settings(energy_seconds=0.5), csv=csv)
     report.check_writable(csv)
     gpu.require()
     # Only here, where there is a GPU: the limits are kernels.

@@ -16,7 +16,6 @@ product of the ratios in a burst and in sustained work. `over_xla` is the same
 against XLA.
 """
 
-import dataclasses
 import importlib
 import pathlib
 import statistics
@@ -68,27 +67,6 @@ AHEAD = 3
 """How many products are compiled while another one is timed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of the command line.
-
-    Attributes:
-        cases: The cases with the products to tune.
-        output: The table; None for that of the package.
-        resume: Whether what the table already holds stays and is not tuned again.
-        csv: File for what was found, or None.
-        seconds: After so long no product is begun.
-        most: How many configs of each product are tried.
-    """
-
-    cases: tuple[shapes.Case, ...]
-    output: pathlib.Path | None
-    resume: bool
-    csv: pathlib.Path | None
-    seconds: float
-    most: int
-
-
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the command line."""
     text = {"flag_values": values}
@@ -101,8 +79,8 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("most", tuning_space.MOST, "Configs of each product.", 1, **text)
 
 
-def options_from(values: flags.FlagValues) -> Options:
-    """Returns what the flags ask for.
+def cases_of(values: flags.FlagValues) -> list[shapes.Case]:
+    """Returns the cases with the products to tune.
 
     Raises:
         RequestError: A suite is unknown.
@@ -112,14 +90,7 @@ def options_from(values: flags.FlagValues) -> Options:
         cases = [case for name in names for case in random_suite.suite(name, values.seed)]
     except ValueError as error:
         raise command.RequestError(str(error)) from None
-    return Options(
-        cases=tuple(dict.fromkeys(cases)),
-        output=command.output_path(values.output),
-        resume=values.resume,
-        csv=command.output_path(values.csv),
-        seconds=command.seconds("seconds", values.seconds),
-        most=values.most,
-    )
+    return list(dict.fromkeys(cases))
 
 
 def products_of(case: shapes.Case, device: Device) -> list[Problem]:
@@ -135,8 +106,9 @@ def _run(values: flags.FlagValues) -> int:
     Returns:
         0; 2 for a request that cannot be met.
     """
-    options = options_from(values)
-    report.check_writable(options.output, options.csv)
+    cases, seconds = cases_of(values), command.seconds("seconds", values.seconds)
+    output, rows = map(command.output_path, (values.output, values.csv))
+    report.check_writable(output, rows)
     gpu.require()
     device = targeting.first_gpu()
     architecture = architecture_of(device) if device else None
@@ -144,17 +116,16 @@ def _run(values: flags.FlagValues) -> int:
         raise command.RequestError("no kernel runs on this GPU")
     if why := proof.why_untrusted(architecture, device):
         raise command.RequestError(f"the {architecture.name} kernel is {why}")
-    output = options.output
     if output is None:
         command.make_folder(FOLDER)
         output = FOLDER / f"{tables.slug(device.kind)}.json"
         report.check_writable(output)
-    table = _before(output, device) if options.resume else tables.Table(device.kind)
+    table = _before(output, device) if values.resume else tables.Table(device.kind)
     console = command.console()
     with workers.Workers() as pool:
         tools = tuning.Tools(KernelMeter(), pool.build_kernel, AHEAD)
-        tuned = tuned_products(options, table, device, tools, console)
-        table, found = kept(tuned, table, output, options.csv)
+        tuned = tuned_products(cases, table, device, tools, console, seconds, values.most)
+        table, found = kept(tuned, table, output, rows)
     for line in summary_lines(found):
         console.print(line)
     console.print(f"{len(table)} entries in {output}", soft_wrap=True)
@@ -185,7 +156,13 @@ def kept(
 
 
 def tuned_products(
-    options: Options, known: tables.Table, device: Device, tools: tuning.Tools, console: Console
+    cases: Iterable[shapes.Case],
+    known: tables.Table,
+    device: Device,
+    tools: tuning.Tools,
+    console: Console,
+    seconds: float,
+    most: int,
 ) -> Iterator[outcome.Tuned | outcome.Untuned]:
     """Yields what is found for each product until the time is over, and prints it.
 
@@ -193,17 +170,17 @@ def tuned_products(
     """
     start = time.perf_counter()
     wanted: dict[tables.Key, Problem] = {}
-    for case in options.cases:
+    for case in cases:
         for problem in products_of(case, device):
             if tables.Key.of(problem) not in known.by_key:
                 wanted.setdefault(tables.Key.of(problem), problem)
     console.print(f"{device.kind}: {len(wanted)} products")
     pairs = ((problem, device) for problem in wanted.values())
-    for count, tuned in enumerate(tuning.tune(pairs, tools, most=options.most), 1):
-        seconds = time.perf_counter() - start
-        console.print(f"{count}/{len(wanted)} {seconds:.0f} s  {tuned}")
+    for count, tuned in enumerate(tuning.tune(pairs, tools, most=most), 1):
+        took = time.perf_counter() - start
+        console.print(f"{count}/{len(wanted)} {took:.0f} s  {tuned}")
         yield tuned
-        if seconds > options.seconds:
+        if took > seconds:
             console.print(f"time is over: {len(wanted) - count} products are left for --resume")
             return
 
