@@ -152,10 +152,10 @@ class KernelPlan:
 
     @property
     def summands_shape(self) -> tuple[int, ...]:
-        """The shape of what pieces hand over: [tile, summand, CTA of the cluster, row, column].
-
-        On a GPU, rows and columns are those of blocks, whose own follow.
-        """
-        rows, cols = self.config.tile
-        sums = (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
+        """The shape of what pieces hand over: [tile, summand, CTA of the cluster, row, column]."""
+        sums = self.in_blocks(*self.config.tile)
         return self.cut_tiles, self.summands, self.config.cluster_size, *sums
+
+    def in_blocks(self, rows: int, cols: int) -> tuple[int, ...]:
+        """The shape of sums that are handed over: on a GPU those of a block follow each other."""
+        return (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)

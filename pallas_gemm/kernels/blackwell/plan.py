@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from pallas_gemm.kernels import protocol
-from pallas_gemm.kernels.blackwell.config import SQUARE, BlackwellConfig
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.problem import Problem
@@ -77,12 +77,6 @@ class BlackwellPlan(KernelPlan):
         A piece of k may have fewer.
         """
         return min(self.config.stages, self.k_steps) if self.halves > 1 else 0
-
-    @property
-    def mirrored_slots(self) -> tuple[int, ...]:
-        """The shape of the store slots for mirror images: each of two boxes of `SQUARE` columns."""
-        config = self.config
-        return (config.store_slots, config.tile[0] // SQUARE, config.store_columns, SQUARE)
 
     @property
     def stored(self) -> Problem:

@@ -11,7 +11,7 @@ from pallas_gemm.kernels import protocol, work
 from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.functions import shorter, words
-from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import is_narrow, stored_by_tma
@@ -282,14 +282,6 @@ class HopperPlan(KernelPlan):
         )
 
     @property
-    def warp_columns_shape(self) -> tuple[int, ...] | None:
-        """The shape of what warps leave of columns in shared memory; the simulator has none."""
-        results = sum(own.kind == "n" for own in self.problem.reductions)
-        warps = 1 if self.simulated else WARPS
-        shape = (self.config.consumers, results, warps, self.consumer_out_tile[1])
-        return shape if results else None
-
-    @property
     def loads_into_results(self) -> bool:
         """Whether an operand of the epilogue is loaded into the slots of a result."""
         return not all(self.problem.own_slots)
@@ -327,12 +319,6 @@ class HopperPlan(KernelPlan):
     def stored_by_tma(self) -> bool:
         """Whether TMA stores the result, rather than the consumers' threads."""
         return stored_by_tma(self.problem)
-
-    @property
-    def line_slots_shape(self) -> tuple[int, ...]:
-        """The shape of all store slots, where threads store the result."""
-        shape = self.config.store_slot_shape(self.problem)
-        return self.config.consumers, self.config.store_slots, *shape
 
     def store_shape(self, width: int, *, transposed: bool) -> tuple[int, ...]:
         """The shape of all store slots, cut up for chunks of `width` columns."""

@@ -55,6 +55,20 @@ class Operation:
         return plan.simulated
 
 
+def nothing(*_: Any, **__: Any) -> None:
+    """The meaning of what the simulator needs not do."""
+
+
+def as_it_is(x: Any, *_: Any) -> Any:
+    """The meaning of what moves values between threads, of which the simulator has one."""
+    return x
+
+
+def assigned(target: Any, values: Any, *_: Any) -> None:
+    """The meaning of a store."""
+    target[...] = values
+
+
 class BetweenCtas(Operation):
     """One on a word of global memory that CTAs share, which another may change at any time."""
 

@@ -12,7 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx.form import MOST_COLUMNS, Form
-from pallas_gemm.kernels.ptx.operation import REF, Operation, address_of
+from pallas_gemm.kernels.ptx.operation import REF, Operation, address_of, as_it_is
 from pallas_gemm.kernels.ptx.sums import LAYOUT, array_of, registers_of, type_of
 from pallas_gemm.kernels.ptx.widen import Register, run
 from pallas_gemm.kernels.traced import Ref, Values
@@ -35,10 +35,7 @@ def in_order(total: Values) -> Any:
     return inline(total)
 
 
-@in_order.meaning
-def _(total: Values) -> Any:
-    return total
-
+in_order.meaning(as_it_is)
 
 _EXCHANGE = """{
     .reg .pred odd, low; .reg .b32 lane, source, one, two, here, there, bit;
@@ -98,10 +95,7 @@ def across_warps(total: Values, scratch: Ref, form: Form) -> Any:
     return inline(total, scratch)
 
 
-@across_warps.meaning
-def _(total: Values, scratch: Ref, form: Form) -> Any:
-    del scratch, form
-    return total
+across_warps.meaning(as_it_is)
 
 
 def exchange(sums: Any, start: Register, form: Form) -> None:

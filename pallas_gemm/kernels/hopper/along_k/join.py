@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -58,7 +57,7 @@ def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
         chunks=math.prod(_counts(plan)),
         warpgroups=plan.config.consumers,
         axes=CLUSTER,
-        results=tuple(jax.ShapeDtypeStruct(plan.out_shape, x) for x in plan.problem.result_dtypes),
+        results=launch.results(plan.problem, plan.out_shape),
         scratch=(buffers, Barriers(residual=residual)),
         approx_math=plan.approx_math,
     )

@@ -163,7 +163,7 @@ def results(plan: HopperPlan) -> Results:
         return Results(summands=joining.summands(plan))
     if plan.window.writes:
         return Results((), plan.left_of_tiles)
-    out = tuple(jax.ShapeDtypeStruct(plan.out_shape, own) for own in plan.problem.result_dtypes)
+    out = launch.results(plan.problem, plan.out_shape)
     if plan.relay:
         sums = jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
         return Results(out, summands=sums)
