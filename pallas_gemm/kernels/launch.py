@@ -65,20 +65,6 @@ class Inputs(NamedTuple):
         return [place.loaded(x, own, problem.batch, batch) for x, own in each if own.kind == "mn"]
 
 
-class Grid(NamedTuple):
-    """The plan of the launch.
-
-    Attributes:
-        workers: Clusters.
-        cluster: The axes of a cluster, and CTAs along each.
-        warpgroups: Warpgroups of a CTA.
-    """
-
-    workers: int
-    cluster: Mapping[str, int]
-    warpgroups: int
-
-
 def inputs(config: GemmConfig, problem: Problem, given: Sequence[Any], order: Any) -> Inputs:
     """Names the operands, of which `given` has those that the problem has.
 
@@ -134,50 +120,41 @@ def longer(x: jax.Array, more: int) -> jax.Array:
     return on_its_own(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
 
 
-class Operations(NamedTuple):
-    """The operations of a kernel.
-
-    Attributes:
-        flops: Multiplications plus additions.
-        transcendentals: Exponentials, tangents and the like.
-    """
-
-    flops: int = 0
-    transcendentals: int = 0
-
-
 def transcendentals(problem: Problem) -> int:
-    """Returns the transcendentals of a problem's epilogue, of all elements of the result."""
+    """Returns how many exponentials, tangents and the like the epilogue of a problem takes."""
     steps = words.program(problem).steps
     each = sum(step.primitive.name in elementwise.TRANSCENDENTAL for step in steps)
     return each * math.prod(problem.out_shape)
 
 
-def kernel(
+def kernel(  # noqa: PLR0913 - each is a keyword
     body: Callable[..., None],
     *,
     name: str,
-    grid: Grid,
+    workers: int,
+    cluster: Mapping[str, int],
+    warpgroups: int,
     results: Any,
     scratch: Sequence[Any],
-    operations: Operations,
     interpret: Any,
+    flops: int = 0,
+    transcendentals: int = 0,
     approx_math: bool = False,
 ) -> Callable[[Any], Any]:
     """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup.
 
-    It is given `Inputs`, or an array.
+    It is given `Inputs`, or an array. Workers are clusters, which have CTAs along axes.
     """
 
     def run(given: Any) -> Any:
         launched = plgpu.kernel(
             body,
             out_type=results,
-            grid=(grid.workers,),
+            grid=(workers,),
             grid_names=(WORKER,),
-            cluster=tuple(grid.cluster.values()),
-            cluster_names=tuple(grid.cluster),
-            num_threads=grid.warpgroups,
+            cluster=tuple(cluster.values()),
+            cluster_names=tuple(cluster),
+            num_threads=warpgroups,
             thread_name=WARPGROUP,
             scratch_types=scratch,
             # Values are reduced within warps alone, which takes no shared memory.
@@ -186,7 +163,7 @@ def kernel(
             ),
             kernel_name=name,
             interpret=interpret,
-            **_cost(operations, (given, results)),
+            **_cost((given, results), flops=flops, transcendentals=transcendentals),
         )
         # Numbers in kernels have 32 bits, and JAX takes its own tracers in any kernel for leaks.
         with jax.enable_x64(False), jax.check_tracer_leaks(False):
@@ -196,14 +173,14 @@ def kernel(
     return run
 
 
-def _cost(operations: Operations, arrays: Any) -> Mapping[str, Any]:
+def _cost(arrays: Any, **operations: int) -> Mapping[str, Any]:
     """Returns what XLA is told of the time that a kernel takes, where the release of JAX does.
 
     Args:
-        operations: The operations.
         arrays: The arrays that are read or written, once each.
+        **operations: How many there are of each kind.
     """
     if "cost_estimate" not in inspect.signature(plgpu.kernel).parameters:
         return {}
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-    return {"cost_estimate": pl.CostEstimate(bytes_accessed=moved, **operations._asdict())}
+    return {"cost_estimate": pl.CostEstimate(bytes_accessed=moved, **operations)}

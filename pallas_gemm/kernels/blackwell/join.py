@@ -37,7 +37,9 @@ def kernel(plan: BlackwellPlan) -> Callable[[launch.Inputs], Any]:
     config = dataclasses.replace(plan.config, store_slots=1)
     plan = dataclasses.replace(plan, config=config)
     buffers, residual = store_scratch(plan)
-    second = joining.Second(
+    return joining.kernel(
+        plan,
+        functools.partial(_body, plan),
         name="pallas_gemm_blackwell_join",
         chunks=plan.cut_tiles * plan.ctas_per_mma * plan.chunks,
         warpgroups=1,
@@ -45,7 +47,6 @@ def kernel(plan: BlackwellPlan) -> Callable[[launch.Inputs], Any]:
         results=(jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype),),
         scratch=(buffers, Barriers(residual=residual)),
     )
-    return joining.kernel(plan, second, functools.partial(_body, plan))
 
 
 def _body(

@@ -296,15 +296,17 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     """
     if plan.config.split_last and plan.computes == "all":
         return joining.last_cut(plan, build)
-    cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
     activations = 0 if plan.joins else plan.portion(launch.transcendentals(plan.problem))
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_hopper",
-        grid=launch.Grid(plan.workers, cluster, plan.config.consumers + 1),
+        workers=plan.workers,
+        cluster=dict(zip(CLUSTER, plan.config.cluster, strict=True)),
+        warpgroups=plan.config.consumers + 1,
         results=remote.results(plan),
         scratch=scratch(plan),
-        operations=launch.Operations(plan.portion(plan.problem.flops), activations),
+        flops=plan.portion(plan.problem.flops),
+        transcendentals=activations,
         interpret=plan.interpret,
         approx_math=plan.approx_math,
     )

@@ -52,7 +52,9 @@ def summand(plan: HopperPlan, piece: work.Piece) -> Any:
 def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
     """Returns the kernel that joins what the kernel of a plan has handed over."""
     buffers, residual = store_scratch(plan)
-    second = joining.Second(
+    return joining.kernel(
+        plan,
+        functools.partial(_body, plan),
         name="pallas_gemm_hopper_join",
         chunks=math.prod(_counts(plan)),
         warpgroups=plan.config.consumers,
@@ -61,7 +63,6 @@ def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
         scratch=(buffers, Barriers(residual=residual)),
         approx_math=plan.approx_math,
     )
-    return joining.kernel(plan, second, functools.partial(_body, plan))
 
 
 def _body(

@@ -276,10 +276,12 @@ def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_quantize",
-        grid=launch.Grid(plan.workers, {"cta": 1}, 1),
+        workers=plan.workers,
+        cluster={"cta": 1},
+        warpgroups=1,
         results=(plan.values, plan.scales),
         scratch=scratch(plan),
-        operations=launch.Operations(math.prod(plan.shape) * 2 * len(plan.how.ways)),
+        flops=math.prod(plan.shape) * 2 * len(plan.how.ways),
         interpret=plan.interpret,
     )
 

@@ -418,12 +418,13 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
         kernel = launch.kernel(
             functools.partial(_body, own),
             name="pallas_gemm_widened",
-            grid=launch.Grid(
-                plan.workers, {walk.ALONG_K: plan.config.ctas_along_k}, plan.config.warpgroups + 1
-            ),
+            workers=plan.workers,
+            cluster={walk.ALONG_K: plan.config.ctas_along_k},
+            warpgroups=plan.config.warpgroups + 1,
             results=launch.results(plan.problem, plan.problem.out_shape) + left,
             scratch=(_slots(own), _barriers(own)),
-            operations=launch.Operations(plan.problem.flops, launch.transcendentals(plan.problem)),
+            flops=plan.problem.flops,
+            transcendentals=launch.transcendentals(plan.problem),
             interpret=plan.interpret,
             approx_math=plan.approx_math,
         )
