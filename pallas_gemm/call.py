@@ -340,31 +340,19 @@ class GroupedCall(Call):
         """Returns the problem that operands of these shapes and types pose."""
         (a_shape, a_dtype), (b_shape, b_dtype), *_ = signature
         ((groups,), _) = self.sizes(signature)
-        types = {"a_dtype": a_dtype, "b_dtype": b_dtype, "out_dtype": self.out_dtype}
+        own: dict[str, Any]
         if self.contracted:
             last = self.transpose_b
             (m, n), k = (x[-1 - last] for x in (a_shape, b_shape)), a_shape[-last]
-            return Problem(
-                *(m, n, k),
-                **types,
-                transpose_a=not last,
-                transpose_b=last,
-                batch=groups,
-                shared_a=True,
-                shared_b=True,
-                ragged_k=True,
-                blocks=self.blocks(self.unpack(signature), m, n, k),
-            )
-        m, n = self.matrix_shape(a_shape, b_shape)
-        return Problem(
-            *(m, n, a_shape[1]),
-            **types,
-            transpose_b=self.transpose_b,
-            epilogue=self.epilogue.of_whole_sums,
-            groups=groups,
-            parts=self.options.parts,
-            blocks=self.blocks(self.unpack(signature), m, n, a_shape[1]),
-        )
+            own = {"batch": groups, "shared_a": True, "shared_b": True, "ragged_k": True}
+            own["transpose_a"] = not last
+        else:
+            (m, n), k = self.matrix_shape(a_shape, b_shape), a_shape[1]
+            own = {"groups": groups, "epilogue": self.epilogue.of_whole_sums}
+            own["parts"] = self.options.parts
+        blocks = self.blocks(self.unpack(signature), m, n, k)
+        types = a_dtype, b_dtype, self.out_dtype
+        return Problem(m, n, k, *types, transpose_b=self.transpose_b, blocks=blocks, **own)
 
 
 @dataclasses.dataclass(frozen=True)

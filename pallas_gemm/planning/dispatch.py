@@ -236,10 +236,11 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
 def _why_xla(call: Call, problem: Problem, plan: Plan) -> str | None:
     """Returns why XLA is as fast: as predicted where either prepares operands, else as measured."""
     by_xla = xla_time.seconds(problem, plan.device, call.precision)
-    # Both cast alike.
+    # Both cast alike. No rule of what was measured is about TF32.
     prepares = any(step.bytes and step.action != "cast" for step in plan.realigned.passes)
     prepares = prepares or xla_time.transposes(problem) or odd_sizes.is_slow(problem)
     prepares = prepares or copies.copied(problem) > 0
+    prepares = prepares or plan.realigned.problem.a_dtype == SINGLE
     if by_xla is not None and prepares:
         return _why_not_prepared(plan, by_xla)
     faster = 1.0 if by_xla is None else by_xla / plan.seconds

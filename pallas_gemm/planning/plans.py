@@ -25,7 +25,6 @@ from pallas_gemm.planning.realign import (
     realign,
     realign_function,
     realign_groups,
-    rounded,
 )
 from pallas_gemm.planning.scheme import Scheme
 from pallas_gemm.problem import Problem
@@ -76,7 +75,7 @@ def plan(
     realigned = _realigned(call, signature, device, architecture)
     if not isinstance(realigned, Realigned):
         return realigned
-    found = _with_config(call, problem, device, architecture, rounded(realigned))
+    found = _with_config(call, problem, device, architecture, realigned)
     if not isinstance(found, Plan):
         return found
     others = _in_float16(call, signature, found), _widened(call, signature, found)
@@ -137,9 +136,7 @@ def _with_config(
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
     seconds += runs * prediction.passes_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
-    # The kernel was timed with its rounding.
-    more = [step for step in realigned.passes if step.action != "round"]
-    as_timed = not (more or realigned.unfused or problem.terms)
+    as_timed = not (realigned.passes or realigned.unfused or problem.terms)
     over_xla = chosen.over_xla if as_timed else None
     return Plan(architecture, device, realigned, config, chosen.source, seconds, over_xla)
 

@@ -21,11 +21,10 @@ import numpy as np
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.device import LINE_BYTES
-from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.planning.scheme import Scheme
 from pallas_gemm.problem import KINDS, OF_FACTORS, Problem
 
-Action = Literal["reshape", "transpose", "pad", "slice", "cast", "round", "split", "measure", "add"]
+Action = Literal["reshape", "transpose", "pad", "slice", "cast", "split", "measure", "add"]
 Refusals = Callable[[Problem], Iterable[str]]
 Shape = tuple[int, ...]
 
@@ -70,7 +69,7 @@ class Step:
                 # What a whole batch shares has a dimension less.
                 extra = zip(self.shape[-x.ndim :], x.shape, strict=True)
                 return jnp.pad(x, [(0, want - have) for want, have in extra])
-            case "cast" | "split" | "measure" | "add" | "round":
+            case "cast" | "split" | "measure" | "add":
                 # It is done right beside the kernel: by `Scheme`, or by the kernel's own function.
                 return x
             case "slice":
@@ -86,7 +85,7 @@ class Realigned:
         steps: In order; those of the result follow the kernel.
         unfused: Why XLA applies the epilogue; None if the kernel does.
         scheme: How operands become arrays of the kernel's type after these steps; None if they are.
-        casts: The passes of that, and those that round float32 to what the tensor cores multiply.
+        casts: The passes of that.
     """
 
     problem: Problem
@@ -239,25 +238,6 @@ def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype
         scheme=scheme,
         casts=tuple(casts),
     )
-
-
-def rounded(realigned: Realigned) -> Realigned:
-    """Returns the same way, with the passes that round what is multiplied as TF32.
-
-    XLA makes one pass of that and of what else is done to an operand.
-    """
-    problem = realigned.problem
-    if problem.a_dtype != SINGLE:
-        return realigned
-    shapes = [("a", problem.a_shape)]
-    shapes += [(name, problem.b_shape) for name in ("b", "up")[: problem.sums]]
-    changed = {step.operand for step in realigned.passes if step.bytes}
-    rounds = tuple(
-        Step(name, "round", shape, 2 * _bytes(shape, SINGLE), "tf32")
-        for name, shape in shapes
-        if name not in changed
-    )
-    return dataclasses.replace(realigned, casts=(*realigned.casts, *rounds))
 
 
 def _arrangements(call: Call, signature: Signature) -> Iterator[Realigned]:

@@ -18,7 +18,6 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.call import Call, Signature, signature_of
-from pallas_gemm.kernels import launch
 from pallas_gemm.kernels.windows import Window
 from pallas_gemm.op import fused
 from pallas_gemm.op.canonical import Form, merged
@@ -205,7 +204,7 @@ def _reaches_beyond(part: Part, words: int) -> bool:
     """Whether the last tiles of the gradient of the weight reach beyond a chunk that is full."""
     plan: Any = part.decision.plan
     problem = plan.config.as_computed(plan.realigned.problem)
-    return words % STEP == 0 and launch.reach(plan.config, problem)[0] > words
+    return words % STEP == 0 and plan.config.reach(problem)[not problem.transpose_out] > words
 
 
 def _of_slopes(layer: Layer, with_bias: bool, own: Given, slopes: Slopes, *, above: int) -> Any:
