@@ -28,7 +28,7 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from bench import command, gpu, report
 from bench.command import RequestError
@@ -241,9 +241,7 @@ def run(values: flags.FlagValues) -> int:
     """
     given = command.output_path(values.rows)
     programs = read_rows(given) if given else drawn(values.seed, values.number)
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise RequestError(reason)
+    gpu.require()
     settings = Settings(burst_rounds=values.burst_rounds, sustained_rounds=0, energy_seconds=0)
     path = command.output_path(values.csv)
     with Workers() as pool:
@@ -253,9 +251,7 @@ def run(values: flags.FlagValues) -> int:
     for one, (stock, ours) in zip(programs, runners, strict=True):
         lines.append({**one._asdict(), **_timed(one, stock, ours, values.seed, settings)})
         _show(lines[-1])
-        if path:
-            rows = [list(lines[0]), *([str(x) for x in line.values()] for line in lines)]
-            report.write(path, "".join(",".join(row) + "\n" for row in rows).encode())
+        report.write_records(path, lines)
     gains = [float(line["x_stock"]) for line in lines]
     mean = math.exp(sum(map(math.log, gains)) / len(gains))
     print(f"{len(gains)} programs, {mean:.3f} x stock in geometric mean, worst {min(gains):.3f}")
@@ -318,11 +314,5 @@ def _show(line: Mapping[str, Any]) -> None:
     )
 
 
-def main(_: list[str]) -> int:
-    """Times what the command line asks for."""
-    return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
-
-
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, run, define_flags)

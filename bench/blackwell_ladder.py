@@ -20,7 +20,7 @@ if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-from absl import app, flags
+from absl import flags
 
 from bench import command, ladder, report, shapes
 from pallas_gemm.device import Device
@@ -129,17 +129,12 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("csv", None, "Write the rows to this file.", **text)
 
 
-def main(argv: Sequence[str]) -> int:
+def _run(values: flags.FlagValues) -> int:
     """Runs the ladder.
 
     Returns:
         0; 1 if a result was wrong; 2 for a request that cannot be met.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
-
-
-def _run(values: flags.FlagValues) -> int:
     console = command.console()
     if values.list:
         console.print("\n".join(listing()))
@@ -159,5 +154,4 @@ def why_not(device: Device) -> str | None:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, _run, define_flags)

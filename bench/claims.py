@@ -89,12 +89,12 @@ _FEW = 5
 """Fewer ratios than these have no mean: it would say little."""
 
 
-def microseconds(name: str, column: str = "burst_us") -> Mapping[str, Mapping[str, float]]:
+def microseconds(name: str) -> Mapping[str, Mapping[str, float]]:
     """Returns the time of each peer that computed a case, by case and peer."""
     times: dict[str, dict[str, float]] = {}
     for row in rows(name):
-        if row[column]:
-            times.setdefault(row["case"], {})[row["peer"]] = float(row[column])
+        if took := row["burst_us"]:
+            times.setdefault(row["case"], {})[row["peer"]] = float(took)
     return times
 
 

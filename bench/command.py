@@ -1,5 +1,6 @@
 """What the benchmark programs share on the command line: flags, errors in one line, progress."""
 
+import concurrent.futures
 import contextlib
 import math
 import os
@@ -37,7 +38,23 @@ class RequestError(ValueError):
     """A request that cannot be met; the message is one line for the user."""
 
 
-def parser(program: str) -> Callable[[Sequence[str]], list[str]]:
+def start(
+    program: str,
+    run: Callable[[flags.FlagValues], int],
+    define: Callable[[flags.FlagValues], None] = lambda _: None,
+) -> None:
+    """Reads the command line, runs a program and ends with the status that it returns.
+
+    Args:
+        program: Its name.
+        run: The program, given the values of its flags.
+        define: Defines its flags.
+    """
+    define(flags.FLAGS)
+    app.run(lambda _: guarded(program, lambda: run(flags.FLAGS)), flags_parser=_parser(program))
+
+
+def _parser(program: str) -> Callable[[Sequence[str]], list[str]]:
     """Returns a parser of flags for `absl.app.run` that reports an error in one line."""
 
     def parse(argv: Sequence[str]) -> list[str]:
@@ -219,3 +236,9 @@ def make_folder(path: pathlib.Path) -> None:
 def threads() -> int:
     """Returns how many threads may compile."""
     return max(2, os.cpu_count() or 2)
+
+
+def each[Job, Made](make: Callable[[Job], Made], jobs: Sequence[Job]) -> dict[Job, Made]:
+    """Returns what becomes of each job, which several threads compile."""
+    with concurrent.futures.ThreadPoolExecutor(threads()) as pool:
+        return dict(zip(jobs, pool.map(make, jobs), strict=True))

@@ -29,7 +29,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import rich.box
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.progress import track
 from rich.table import Table
@@ -280,7 +280,7 @@ STEPS = (
 )
 
 
-def main(_: Sequence[str] = ()) -> None:
+def main(_: object = None) -> int:
     """Runs every step."""
     console = Console()
     start = time.perf_counter()
@@ -289,7 +289,8 @@ def main(_: Sequence[str] = ()) -> None:
         step.show(console)
         console.print()
     console.print(f"Done in {time.perf_counter() - start:.0f} s.")
+    return 0
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=command.parser("demo"))
+    command.start("demo", main)

@@ -27,11 +27,10 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax import lax
 
 from bench import command, gpu
-from bench.command import RequestError
 from pallas_gemm import gemm, numerics
 
 PROGRAM = "error_bench"
@@ -146,9 +145,7 @@ def run(values: flags.FlagValues) -> int:
     """
     sizes = command.sizes("--size", values.size or (SIMULATED if values.simulate else SIZES))
     if not values.simulate:
-        gpu.prepare_environment()
-        if reason := gpu.missing_gpu():
-            raise RequestError(reason)
+        gpu.require()
     print("| size | operands, result | choice | rms error | x XLA | largest | x XLA |")
     print("|---|---|---|---|---|---|---|")
     for size in sizes:
@@ -172,11 +169,5 @@ def _worst(found: Sequence[Error]) -> Error:
     return Error(*map(max, zip(*found, strict=True)))
 
 
-def main(_: list[str]) -> int:
-    """Compares what the command line asks for."""
-    return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
-
-
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, run, define_flags)

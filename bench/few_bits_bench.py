@@ -15,7 +15,6 @@ come from memory. Results are checked before they are timed. Times are those of
 the kernels alone, in bursts.
 """
 
-import concurrent.futures
 import importlib
 import importlib.util
 import math
@@ -33,7 +32,7 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from bench import command, gpu, random_suite, report, torch_peers
 from bench.command import RequestError
@@ -254,9 +253,7 @@ def run(values: flags.FlagValues) -> int:
         RequestError: The request cannot be met.
     """
     chosen = cases(values)
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise RequestError(reason)
+    gpu.require()
     settings = Settings(values.burst_rounds, sustained_rounds=0, energy_seconds=0)
     path = command.output_path(values.csv)
     with Workers() as pool:
@@ -266,9 +263,7 @@ def run(values: flags.FlagValues) -> int:
     for case in chosen:
         lines.append(_line(case, _timed(case, runners, settings)))
         print("{:42} {:>8} {:>8} {:>7} {:>6} {:>8}".format(*lines[-1].values()))
-        if path:
-            rows = [list(lines[0]), *(list(line.values()) for line in lines)]
-            report.write(path, "".join(",".join(row) + "\n" for row in rows).encode())
+        report.write_records(path, lines)
     faster = np.exp(np.mean([np.log(float(line["x_bf16"])) for line in lines]))
     print(f"geometric mean {faster:.3f}, least {min(float(line['x_bf16']) for line in lines)}")
     return 0
@@ -289,8 +284,7 @@ def _compiled(chosen: Sequence[Case], pool: Workers) -> Runners:
         return pool.build(program) if by == "ours" or case.sizes else program.compiled()
 
     jobs = [(case, by) for case in chosen for by in BY]
-    with concurrent.futures.ThreadPoolExecutor(command.threads()) as threads:
-        return dict(zip(jobs, threads.map(build, jobs), strict=True))
+    return command.each(build, jobs)
 
 
 def _timed(case: Case, runners: Runners, settings: Settings) -> Mapping[str, Result]:
@@ -345,11 +339,5 @@ def _line(case: Case, found: Mapping[str, Result]) -> dict[str, str]:
     }
 
 
-def main(_: list[str]) -> int:
-    """Times what the command line asks for."""
-    return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
-
-
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, run, define_flags)

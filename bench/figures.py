@@ -14,7 +14,7 @@ if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-from absl import app
+from absl import flags
 
 from bench import claims, command, plots, report, tables
 
@@ -43,12 +43,7 @@ FIGURES: Mapping[str, Callable[[], bytes]] = {
 """The function that draws each file."""
 
 
-def main(_: list[str]) -> int:
-    """Draws and writes all of them."""
-    return command.guarded(PROGRAM, write)
-
-
-def write() -> int:
+def write(_: flags.FlagValues) -> int:
     """Writes every table, then every figure.
 
     Raises:
@@ -69,4 +64,4 @@ def write() -> int:
 
 
 if __name__ == "__main__":
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, write)

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-from absl import app, flags
+from absl import flags
 
 from bench import command
 from pallas_gemm.planning import proof
@@ -92,25 +92,19 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("list", False, "Show the parts instead of running them.", **text)
 
 
-def main(argv: Sequence[str]) -> int:
+def _run(values: flags.FlagValues) -> int:
     """Runs all parts.
 
     Returns:
         0; 1 if one failed, or the kernel; 2 for a request that cannot be met.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
-
-
-def _run(values: flags.FlagValues) -> int:
     if values.list:
         print("\n".join(listing()))
         return 0
     from bench import counters, report
 
     out = pathlib.Path(values.out).expanduser().resolve()
-    if reason := report.why_not_writable([out]):
-        raise command.RequestError(reason)
+    report.check_writable(out)
     console = command.console()
     try:
         proven = ready(functools.partial(console.print, end=""))
@@ -191,5 +185,4 @@ def _pack(folder: pathlib.Path, out: pathlib.Path) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, _run, define_flags)

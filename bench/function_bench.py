@@ -12,7 +12,6 @@ XLA's before they are timed. Times are those of the kernels alone, in bursts,
 and call after call with --sustained_rounds.
 """
 
-import concurrent.futures
 import importlib
 import pathlib
 import sys
@@ -27,7 +26,7 @@ if __package__ in (None, ""):
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 from bench import command, gpu, report
 from bench.command import RequestError
@@ -136,9 +135,7 @@ def run(values: flags.FlagValues) -> int:
     for name in names:
         if name not in FUNCTIONS:
             raise RequestError(f"--function={name} is unknown; legal: {', '.join(FUNCTIONS)}")
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise RequestError(reason)
+    gpu.require()
     settings = Settings(
         burst_rounds=values.burst_rounds,
         sustained_rounds=values.sustained_rounds,
@@ -155,8 +152,7 @@ def run(values: flags.FlagValues) -> int:
         found = _timed(name, size, runners, settings)
         lines += _lines(name, size, found)
         _show(lines[-(1 + (found["ours"].sustained is not None)) :])
-        if path:
-            report.write(path, _csv(lines).encode())
+        report.write_records(path, lines)
     return 0
 
 
@@ -175,8 +171,7 @@ def _compiled(cases: Sequence[tuple[str, tuple[int, ...]]], pool: Workers) -> Ru
         return program.compiled() if by == "xla" else pool.build(program)
 
     jobs = [(name, size, by) for name, size in cases for by in BY]
-    with concurrent.futures.ThreadPoolExecutor(command.threads()) as threads:
-        return dict(zip(jobs, threads.map(build, jobs), strict=True))
+    return command.each(build, jobs)
 
 
 def _timed(
@@ -243,16 +238,5 @@ def _show(lines: Sequence[Mapping[str, Any]]) -> None:
         )
 
 
-def _csv(lines: Sequence[Mapping[str, Any]]) -> str:
-    rows = [list(lines[0]), *(list(line.values()) for line in lines)]
-    return "".join(",".join(row) + "\n" for row in rows)
-
-
-def main(_: list[str]) -> int:
-    """Times what the command line asks for."""
-    return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
-
-
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, run, define_flags)

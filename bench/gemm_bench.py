@@ -24,13 +24,12 @@ import json
 import pathlib
 import sys
 import time
-from collections.abc import Sequence
 
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-from absl import app, flags
+from absl import flags
 
 from bench import command, gpu, peers, random_suite, report, shapes
 from bench.session import Options
@@ -142,17 +141,12 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str]) -> int:
+def _run(values: flags.FlagValues) -> int:
     """Runs the benchmark.
 
     Returns:
         0; 1 if a result was wrong or something of ours failed; 2 for a request that cannot be met.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
-
-
-def _run(values: flags.FlagValues) -> int:
     if values.list:
         print(listing())
         return 0
@@ -160,12 +154,9 @@ def _run(values: flags.FlagValues) -> int:
     if options.plot:
         command.make_folder(options.plot)
     outputs = report_files(options)
-    if reason := report.why_not_writable(outputs):
-        raise command.RequestError(reason)
+    report.check_writable(*outputs)
     earlier = _earlier(options.against) if options.against else None
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise command.RequestError(reason)
+    gpu.require()
     # Only here, where there is a GPU: the limits are kernels.
     from bench import machine, session, workers
 
@@ -230,5 +221,4 @@ def _save(options: Options, found: report.Report) -> None:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, _run, define_flags)

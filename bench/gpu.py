@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from bench.command import RequestError
 from pallas_gemm.tuning.measure import Variant
 from pallas_gemm.tuning.timing import KernelMeter, launched
 
@@ -51,6 +52,17 @@ def missing_gpu() -> str | None:
             " (python -c 'import jax; jax.devices()' says why)"
         )
     return None
+
+
+def require() -> None:
+    """Leaves memory to other libraries, and refuses to go on where nothing can be measured.
+
+    Raises:
+        RequestError: JAX finds no GPU.
+    """
+    prepare_environment()
+    if reason := missing_gpu():
+        raise RequestError(reason)
 
 
 def known_name() -> str:

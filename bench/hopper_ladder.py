@@ -10,13 +10,13 @@ figures of one run, with what they teach.
 import dataclasses
 import pathlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 if __package__ in (None, ""):
     # Started as a script: the packages lie beside this file's folder, not in it.
     sys.path[0] = str(pathlib.Path(__file__).resolve().parent.parent)
 
-from absl import app, flags
+from absl import flags
 
 from bench import command, ladder
 from pallas_gemm.kernels.hopper.config import HopperConfig
@@ -70,22 +70,16 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string("csv", None, "Write the rows to this file.", **text)
 
 
-def main(argv: Sequence[str]) -> int:
+def _run(values: flags.FlagValues) -> int:
     """Runs the ladder.
 
     Returns:
         0; 1 if a result was wrong; 2 for a request that cannot be met.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
-
-
-def _run(values: flags.FlagValues) -> int:
     steps = {**STEPS, **TRIED} if values.tried else STEPS
     csv = command.output_path(values.csv)
     return ladder.status(ladder.climb(values.shape, steps, csv, command.console()), steps)
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, _run, define_flags)

@@ -7,21 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 
 from rich.console import Console
 
-from bench import gpu, peers, report, shapes
+from bench import gpu, report, shapes
 from bench.command import RequestError
+from bench.peers import Kernel
 from bench.session import Options
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.planning import targeting
 from pallas_gemm.tuning.measure import Settings
-
-
-class Step(peers.Kernel):
-    """The kernel with one configuration, under a name of its own."""
-
-    def __init__(self, name: str, config: GemmConfig, device: Device) -> None:
-        super().__init__(lambda _: (config,), device)
-        self.name = name
 
 
 def climb(
@@ -47,33 +39,17 @@ def climb(
         cases = tuple(shapes.parse(text) for text in texts)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    options = Options(
-        cases=cases,
-        peers=("xla",),
-        configs=(),
-        settings=Settings(energy_seconds=0.5),
-        cold=True,
-        full_grid=False,
-        csv=csv,
-        json=None,
-        plot=None,
-        against=None,
-    )
-    if reason := report.why_not_writable(filter(None, (csv,))):
-        raise RequestError(reason)
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise RequestError(reason)
-    device = targeting.first_gpu()
-    if device is None:
-        raise RequestError("this GPU is none that the kernels know")
-    if reason := refusal(device):
-        raise RequestError(reason)
+    options = Options(cases, ("xla",), configs=(), settings=Settings(energy_seconds=0.5), csv=csv)
+    report.check_writable(csv)
+    gpu.require()
     # Only here, where there is a GPU: the limits are kernels.
     from bench import machine, session, workers
 
+    device = machine.this_device()
+    if reason := refusal(device):
+        raise RequestError(reason)
     bench = machine.open_bench(options)
-    rungs = [Step(name, config, device) for name, config in steps.items()]
+    rungs = [Kernel([config], device, name) for name, config in steps.items()]
     with workers.Workers() as pool:
         bench = dataclasses.replace(bench, peers=[*bench.peers, *rungs], pool=pool)
         return session.run(options, bench, console, functools.partial(_save, csv))

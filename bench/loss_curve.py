@@ -33,7 +33,7 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from bench import command, report
 from pallas_gemm import linear_cross_entropy
@@ -182,11 +182,5 @@ def run(values: flags.FlagValues) -> int:
     return 0
 
 
-def main(_: list[str]) -> int:
-    """Trains as the command line asks."""
-    return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
-
-
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, run, define_flags)

@@ -36,7 +36,7 @@ def open_bench(options: Options) -> Bench:
     meter = GpuMeter()
     chosen: list[peers.Peer] = [_peer(name, options) for name in options.peers]
     if options.configs:
-        chosen.append(peers.Kernel(lambda _: options.configs, this_device()))
+        chosen.append(peers.Kernel(options.configs, this_device()))
     absent = {peer.name: reason for peer in chosen if (reason := peer.absent())}
     return Bench(
         meter=meter,

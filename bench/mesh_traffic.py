@@ -36,7 +36,7 @@ if __package__ in (None, ""):
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 
 from bench import command, model_einsums
 from bench.model_einsums import Case
@@ -148,18 +148,12 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_bool("gpu", False, "compile for H200s", flag_values=values)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Compares what is asked for.
+def run(values: flags.FlagValues) -> int:
+    """Compares what the flags name, line by line.
 
     Returns:
         0; 1 if anything sends more than XLA's; 2 for a request that cannot be met.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
-
-
-def run(values: flags.FlagValues) -> int:
-    """Compares what the flags name, line by line."""
     if values.gpu and (missing := offline.missing_packages()):
         raise command.RequestError(f"--gpu needs {', '.join(missing)}: the extra aot")
     devices = offline.devices("h200", 8) if values.gpu else None
@@ -180,5 +174,4 @@ def run(values: flags.FlagValues) -> int:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, run, define_flags)

@@ -51,7 +51,7 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -136,8 +136,7 @@ def options_from(values: flags.FlagValues) -> Options:
             raise command.RequestError(f"option: {option!r} is not name=value")
         compiler[name] = {"true": True, "false": False}.get(value, value)
     path = command.output_path(values.json)
-    if path and (reason := report.why_not_writable([path])):
-        raise command.RequestError(reason)
+    report.check_writable(path)
     return Options(
         values.tokens,
         values.width,
@@ -379,17 +378,12 @@ def _with_times(row: Row, seconds: dict[str, list[float]], before: Sequence[Row]
     )
 
 
-def main(argv: Sequence[str]) -> int:
+def _run(values: flags.FlagValues) -> int:
     """Runs the benchmark.
 
     Returns:
         0; 2 for a request that cannot be met, or a wrong result.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
-
-
-def _run(values: flags.FlagValues) -> int:
     if not values.check and (reason := gpu.missing_gpu()):
         raise command.RequestError(f"{reason}; --check checks results on any devices")
     options = options_from(values)
@@ -407,5 +401,4 @@ def _run(values: flags.FlagValues) -> int:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, _run, define_flags)

@@ -152,17 +152,16 @@ class Promised(Op):
 class Kernel(JaxPeer):
     """Our kernel itself, the best of given configurations."""
 
-    name = "kernel"
-
-    def __init__(self, configs: Callable[[Case], Sequence[GemmConfig]], device: Device) -> None:
+    def __init__(self, configs: Sequence[GemmConfig], device: Device, name: str = "kernel") -> None:
         self._configs = configs
         self._device = device
+        self.name = name
 
     def refusal(self, case: Case) -> str | None:
         """Returns why no configuration can compute the case, or None."""
         if not case.is_bare:
             return "a bare product only"
-        reasons = [config.refusals(case.problem, self._device) for config in self._configs(case)]
+        reasons = [config.refusals(case.problem, self._device) for config in self._configs]
         if not reasons:
             return "no configuration was given"
         return None if () in reasons else "; ".join(reasons[0])
@@ -171,7 +170,7 @@ class Kernel(JaxPeer):
         """Returns a candidate for each configuration that can compute the case."""
         return [
             Candidate.of(config_label(config), self._program(case, config))
-            for config in self._configs(case)
+            for config in self._configs
             if not config.refusals(case.problem, self._device)
         ]
 

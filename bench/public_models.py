@@ -34,7 +34,7 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from bench import command
 from pallas_gemm import accelerate, explain, offline, target
@@ -337,11 +337,5 @@ def run(values: flags.FlagValues) -> int:
     return 0
 
 
-def main(_: list[str]) -> int:
-    """Does what the command line asks for."""
-    return command.guarded(PROGRAM, lambda: run(flags.FLAGS))
-
-
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, run, define_flags)

@@ -4,14 +4,14 @@ import csv
 import dataclasses
 import io
 import json
-import os
 import pathlib
 import statistics
 import tempfile
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from bench.command import WIDTH
+from bench.command import WIDTH, RequestError
+from pallas_gemm.computer import user_folder
 from pallas_gemm.tuning.measure import Result, Spread, Timing
 
 Status = Literal["ok", "refused", "failed", "wrong"]
@@ -223,49 +223,55 @@ def to_csv(report: Report) -> str:
     fields = ["case", "source", "peer", "status", "note", "flops", "bytes", "error"]
     timing = ["us", "us_low", "us_high", "tflops", "ratio", "ratio_low", "ratio_high"]
     figures = [*timing, "limit_share", "clock_mhz", "busy"]
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow([*fields, *(f"{mode}_{figure}" for mode in MODES for figure in figures), "mj"])
+    names = [*fields, *(f"{mode}_{figure}" for mode in MODES for figure in figures), "mj"]
+    records = []
     for row in report.rows:
         cells: list[Any] = [getattr(row, field) for field in fields]
         for mode in MODES:
             cells += _csv_figures(row, mode, report.limits, len(figures))
         joules = row.result.joules if row.result else None
         cells.append(None if joules is None else joules * 1e3)
-        writer.writerow(
-            [f"{cell:.6g}" if isinstance(cell, float) else cell for cell in cells],
-        )
+        records.append(dict(zip(names, cells, strict=True)))
+    return table(records)
+
+
+def table(records: Sequence[Mapping[str, Any]]) -> str:
+    """Returns records with the same fields as CSV, numbers with six digits."""
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
+    for row in (*records[:1], *(record.values() for record in records)):
+        writer.writerow([f"{cell:.6g}" if isinstance(cell, float) else cell for cell in row])
     return text.getvalue()
 
 
 def write(path: pathlib.Path, content: str | bytes) -> None:
     """Writes a file whole or not at all."""
-    data = content.encode() if isinstance(content, str) else content
-    handle, name = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        pathlib.Path(name).chmod(0o644)
-        pathlib.Path(name).replace(path)
-    except BaseException:
-        pathlib.Path(name).unlink(missing_ok=True)
-        raise
+    user_folder.write(path, content.encode() if isinstance(content, str) else content)
 
 
-def why_not_writable(paths: Iterable[pathlib.Path]) -> str | None:
-    """Returns why one of the files cannot be written, or None: better now than after the run."""
-    for path in paths:
+def write_records(path: pathlib.Path | None, records: Sequence[Mapping[str, Any]]) -> None:
+    """Writes records with the same fields as CSV, if there is a path to write to."""
+    if path:
+        write(path, table(records))
+
+
+def check_writable(*paths: pathlib.Path | None) -> None:
+    """Refuses files that cannot be written: better now than after the run.
+
+    Raises:
+        RequestError: One of them cannot be.
+    """
+    for path in filter(None, paths):
         folder = path.parent
         if not folder.is_dir():
-            return f"cannot write {path}: there is no folder {folder}"
+            raise RequestError(f"cannot write {path}: there is no folder {folder}")
         if path.is_dir():
-            return f"cannot write {path}: it is a folder"
+            raise RequestError(f"cannot write {path}: it is a folder")
         try:
             with tempfile.TemporaryFile(dir=folder):
                 pass
         except OSError as error:
-            return f"cannot write {path}: {error.strerror or error}"
-    return None
+            raise RequestError(f"cannot write {path}: {error.strerror or error}") from None
 
 
 def _figures(row: Row, mode: Mode, timing: Timing, limits: Limits) -> str:

@@ -31,7 +31,7 @@ if __package__ in (None, ""):
     # Says which extra is missing, before an import fails.
     importlib.import_module("bench")
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 
 from bench import command, contest, counters, gpu, peers, report, shapes, study, workers
@@ -150,28 +150,20 @@ def options_from(values: flags.FlagValues) -> Options:
     )
 
 
-def main(argv: Sequence[str]) -> int:
+def _run(values: flags.FlagValues) -> int:
     """Runs the study.
 
     Returns:
         0; 1 if a launch failed or was wrong; 2 for a request that cannot be met.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
-
-
-def _run(values: flags.FlagValues) -> int:
     start = time.perf_counter()
     options = options_from(values)
     if options.plot:
         command.make_folder(options.plot)
-    outputs = [path for path in (options.csv,) if path]
-    outputs += [options.plot / "orders.png"] if options.plot else []
-    if reason := report.why_not_writable(outputs) or (options.counters and counters.missing()):
+    report.check_writable(options.csv, options.plot and options.plot / "orders.png")
+    if options.counters and (reason := counters.missing()):
         raise command.RequestError(reason)
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise command.RequestError(reason)
+    gpu.require()
     from bench import machine
 
     device = machine.this_device()
@@ -418,5 +410,4 @@ def _pair(flag: str, text: str) -> tuple[int, int]:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, _run, define_flags)

@@ -36,12 +36,12 @@ class Options:
     peers: tuple[str, ...]
     configs: tuple[HopperConfig, ...]
     settings: Settings
-    cold: bool
-    full_grid: bool
-    csv: pathlib.Path | None
-    json: pathlib.Path | None
-    plot: pathlib.Path | None
-    against: pathlib.Path | None
+    cold: bool = True
+    full_grid: bool = False
+    csv: pathlib.Path | None = None
+    json: pathlib.Path | None = None
+    plot: pathlib.Path | None = None
+    against: pathlib.Path | None = None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,12 @@
 """The study of schedules: which launches are compared, what the model predicts, what was seen."""
 
 import concurrent.futures
-import csv
 import dataclasses
-import io
 import multiprocessing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
+from bench import report
 from bench.peer import Peer
 from bench.peers import Kernel, Xla
 from pallas_gemm.config import GemmConfig, Persistence
@@ -213,65 +212,28 @@ def choice_lines(rows: Sequence[Row]) -> list[str]:
 
 def to_csv(rows: Iterable[Row]) -> str:
     """Returns all rows as CSV."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    header = None
-    for row in rows:
-        cells = _cells(row)
-        if header is None:
-            header = list(cells)
-            writer.writerow(header)
-        writer.writerow(
-            [f"{x:.6g}" if isinstance(x, float) else x for x in (cells[name] for name in header)]
-        )
-    return text.getvalue()
+    return report.table([*map(_cells, rows)])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Question:
-    """The inputs of a prediction."""
-
-    order: str
-    grid: tuple[int, int]
-    machine: str
-    tile: tuple[int, int, int]
-    k: int
-    cluster: tuple[int, int]
-    persistence: Persistence
-    workers: int
-    itemsize: int
-    out_itemsize: int
-
-
-def _question(launch: Launch, problem: Problem, device: Device) -> _Question:
+def _question(launch: Launch, problem: Problem, device: Device) -> tuple[Any, ...]:
+    """Returns what a prediction depends on: order, grid, machine, and what `predict` is told."""
     config = launch.config
     concurrent_clusters = device.coresident_clusters(config.cluster_size)
-    return _Question(
-        launch.order,
-        config.grid(problem),
-        device.machine.name,
-        (*config.tile, config.tile_k(problem)),
-        problem.k,
-        config.cluster,
-        config.persistence,
-        min(concurrent_clusters, config.workers(problem, device)),
-        problem.a_dtype.itemsize,
-        problem.out_dtype.itemsize,
-    )
+    how = {
+        "tile": (*config.tile, config.tile_k(problem)),
+        "k": problem.k,
+        "cluster": config.cluster,
+        "persistence": config.persistence,
+        "workers": min(concurrent_clusters, config.workers(problem, device)),
+        "itemsize": problem.a_dtype.itemsize,
+        "out_itemsize": problem.out_dtype.itemsize,
+    }
+    return launch.order, config.grid(problem), device.machine.name, tuple(how.items())
 
 
-def _predict(question: _Question) -> Prediction:
-    return predict(
-        build(question.order, *question.grid),
-        machine=machine_named(question.machine),
-        tile=question.tile,
-        k=question.k,
-        cluster=question.cluster,
-        persistence=question.persistence,
-        workers=question.workers,
-        itemsize=question.itemsize,
-        out_itemsize=question.out_itemsize,
-    )
+def _predict(question: tuple[Any, ...]) -> Prediction:
+    order, grid, machine, how = question
+    return predict(build(order, *grid), machine=machine_named(machine), **dict(how))
 
 
 def _ratio(row: Row, mode: str) -> float:
@@ -347,12 +309,4 @@ def _cells(row: Row) -> dict[str, Any]:
 
 def contestants(chosen: Sequence[Launch], device: Device) -> list[Peer]:
     """Returns XLA and a peer for each launch, which bears the launch's name."""
-    return [Xla(), *(_OneLaunch(launch, device) for launch in chosen)]
-
-
-class _OneLaunch(Kernel):
-    """Our kernel with the config of one launch."""
-
-    def __init__(self, launch: Launch, device: Device) -> None:
-        super().__init__(lambda _: [launch.config], device)
-        self.name = launch.name
+    return [Xla(), *(Kernel([launch.config], device, launch.name) for launch in chosen)]

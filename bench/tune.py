@@ -16,10 +16,7 @@ product of the ratios in a burst and in sustained work. `over_xla` is the same
 against XLA.
 """
 
-import csv
-import dataclasses
 import importlib
-import io
 import pathlib
 import statistics
 import sys
@@ -33,7 +30,7 @@ if __package__ in (None, ""):
     # Says which extra is missing, before an import fails.
     importlib.import_module("bench")
 
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 
 from bench import command, gpu, peers, products, random_suite, report, shapes, workers
@@ -70,27 +67,6 @@ AHEAD = 3
 """How many products are compiled while another one is timed."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The options of the command line.
-
-    Attributes:
-        cases: The cases with the products to tune.
-        output: The table; None for that of the package.
-        resume: Whether what the table already holds stays and is not tuned again.
-        csv: File for what was found, or None.
-        seconds: After so long no product is begun.
-        most: How many configs of each product are tried.
-    """
-
-    cases: tuple[shapes.Case, ...]
-    output: pathlib.Path | None
-    resume: bool
-    csv: pathlib.Path | None
-    seconds: float
-    most: int
-
-
 def define_flags(values: flags.FlagValues) -> None:
     """Defines the command line."""
     text = {"flag_values": values}
@@ -103,8 +79,8 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("most", tuning_space.MOST, "Configs of each product.", 1, **text)
 
 
-def options_from(values: flags.FlagValues) -> Options:
-    """Returns what the flags ask for.
+def cases_of(values: flags.FlagValues) -> list[shapes.Case]:
+    """Returns the cases with the products to tune.
 
     Raises:
         RequestError: A suite is unknown.
@@ -114,14 +90,7 @@ def options_from(values: flags.FlagValues) -> Options:
         cases = [case for name in names for case in random_suite.suite(name, values.seed)]
     except ValueError as error:
         raise command.RequestError(str(error)) from None
-    return Options(
-        cases=tuple(dict.fromkeys(cases)),
-        output=command.output_path(values.output),
-        resume=values.resume,
-        csv=command.output_path(values.csv),
-        seconds=command.seconds("seconds", values.seconds),
-        most=values.most,
-    )
+    return list(dict.fromkeys(cases))
 
 
 def products_of(case: shapes.Case, device: Device) -> list[Problem]:
@@ -131,41 +100,32 @@ def products_of(case: shapes.Case, device: Device) -> list[Problem]:
     return [problem for problem, planned in record.problems.values() if planned == device]
 
 
-def main(argv: Sequence[str]) -> int:
+def _run(values: flags.FlagValues) -> int:
     """Tunes.
 
     Returns:
         0; 2 for a request that cannot be met.
     """
-    del argv
-    return command.guarded(PROGRAM, lambda: _run(flags.FLAGS))
-
-
-def _run(values: flags.FlagValues) -> int:
-    options = options_from(values)
-    if reason := report.why_not_writable(filter(None, (options.output, options.csv))):
-        raise command.RequestError(reason)
-    gpu.prepare_environment()
-    if reason := gpu.missing_gpu():
-        raise command.RequestError(reason)
+    cases, seconds = cases_of(values), command.seconds("seconds", values.seconds)
+    output, rows = map(command.output_path, (values.output, values.csv))
+    report.check_writable(output, rows)
+    gpu.require()
     device = targeting.first_gpu()
     architecture = architecture_of(device) if device else None
     if device is None or architecture is None:
         raise command.RequestError("no kernel runs on this GPU")
     if why := proof.why_untrusted(architecture, device):
         raise command.RequestError(f"the {architecture.name} kernel is {why}")
-    output = options.output
     if output is None:
         command.make_folder(FOLDER)
         output = FOLDER / f"{tables.slug(device.kind)}.json"
-        if reason := report.why_not_writable([output]):
-            raise command.RequestError(reason)
-    table = _before(output, device) if options.resume else tables.Table(device.kind)
+        report.check_writable(output)
+    table = _before(output, device) if values.resume else tables.Table(device.kind)
     console = command.console()
     with workers.Workers() as pool:
         tools = tuning.Tools(KernelMeter(), pool.build_kernel, AHEAD)
-        tuned = tuned_products(options, table, device, tools, console)
-        table, found = kept(tuned, table, output, options.csv)
+        tuned = tuned_products(cases, table, device, tools, console, seconds, values.most)
+        table, found = kept(tuned, table, output, rows)
     for line in summary_lines(found):
         console.print(line)
     console.print(f"{len(table)} entries in {output}", soft_wrap=True)
@@ -196,7 +156,13 @@ def kept(
 
 
 def tuned_products(
-    options: Options, known: tables.Table, device: Device, tools: tuning.Tools, console: Console
+    cases: Iterable[shapes.Case],
+    known: tables.Table,
+    device: Device,
+    tools: tuning.Tools,
+    console: Console,
+    seconds: float,
+    most: int,
 ) -> Iterator[outcome.Tuned | outcome.Untuned]:
     """Yields what is found for each product until the time is over, and prints it.
 
@@ -204,17 +170,17 @@ def tuned_products(
     """
     start = time.perf_counter()
     wanted: dict[tables.Key, Problem] = {}
-    for case in options.cases:
+    for case in cases:
         for problem in products_of(case, device):
             if tables.Key.of(problem) not in known.by_key:
                 wanted.setdefault(tables.Key.of(problem), problem)
     console.print(f"{device.kind}: {len(wanted)} products")
     pairs = ((problem, device) for problem in wanted.values())
-    for count, tuned in enumerate(tuning.tune(pairs, tools, most=options.most), 1):
-        seconds = time.perf_counter() - start
-        console.print(f"{count}/{len(wanted)} {seconds:.0f} s  {tuned}")
+    for count, tuned in enumerate(tuning.tune(pairs, tools, most=most), 1):
+        took = time.perf_counter() - start
+        console.print(f"{count}/{len(wanted)} {took:.0f} s  {tuned}")
         yield tuned
-        if seconds > options.seconds:
+        if took > seconds:
             console.print(f"time is over: {len(wanted) - count} products are left for --resume")
             return
 
@@ -244,29 +210,22 @@ def summary_lines(found: Sequence[outcome.Tuned]) -> list[str]:
 
 def to_csv(found: Sequence[outcome.Tuned]) -> str:
     """Returns one line for each product, times in microseconds."""
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(
-        [
-            *("product", "heuristics", "heuristics_us", "tuned", "tuned_us", "gain", "over_xla"),
-            *("tried", "dropped"),
-        ]
-    )
-    for tuned in found:
-        chosen = tuned.chosen_seconds
-        cells: list[Any] = [
-            outcome.problem_label(tuned.problem),
-            outcome.config_label(tuned.chosen),
-            "" if chosen is None else f"{chosen * 1e6:.2f}",
-            outcome.config_label(tuned.config),
-            f"{tuned.seconds * 1e6:.2f}",
-            f"{tuned.gain:.4f}",
-            f"{tuned.over_xla:.4f}",
-            tuned.tried,
-            "; ".join(tuned.dropped),
-        ]
-        writer.writerow(cells)
-    return text.getvalue()
+    return report.table([*map(_record, found)])
+
+
+def _record(tuned: outcome.Tuned) -> dict[str, Any]:
+    chosen = tuned.chosen_seconds
+    return {
+        "product": outcome.problem_label(tuned.problem),
+        "heuristics": outcome.config_label(tuned.chosen),
+        "heuristics_us": "" if chosen is None else f"{chosen * 1e6:.2f}",
+        "tuned": outcome.config_label(tuned.config),
+        "tuned_us": f"{tuned.seconds * 1e6:.2f}",
+        "gain": f"{tuned.gain:.4f}",
+        "over_xla": f"{tuned.over_xla:.4f}",
+        "tried": tuned.tried,
+        "dropped": "; ".join(tuned.dropped),
+    }
 
 
 def _before(path: pathlib.Path, device: Device) -> tables.Table:
@@ -283,5 +242,4 @@ def _before(path: pathlib.Path, device: Device) -> tables.Table:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser(PROGRAM))
+    command.start(PROGRAM, _run, define_flags)

@@ -1,6 +1,5 @@
 """Trains those who are compared, and shows what was found: losses, times and memory."""
 
-import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
@@ -9,7 +8,6 @@ from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
-from bench import report
 from examples import contest
 from examples.sequences import Task
 from examples.training import Trainee, Training
@@ -30,12 +28,6 @@ class Sizes(Protocol):
     def product_flops(self) -> int:
         """Multiplications plus additions of a step's products with parameters, both ways."""
         ...
-
-
-def check_file(name: str | None) -> None:
-    """Raises `ValueError` if a file cannot be written: better now than after the run."""
-    if name is not None and (reason := report.why_not_writable([pathlib.Path(name)])):
-        raise ValueError(reason)
 
 
 def compare(

@@ -14,7 +14,7 @@ import functools
 import importlib
 import pathlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 if __package__ in (None, ""):
@@ -27,7 +27,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from absl import app, flags
+from absl import flags
 from optax import contrib
 from rich.console import Console
 from rich.table import Table
@@ -122,11 +122,12 @@ def run(settings: Settings, console: Console) -> dict[str, float]:
     return errors
 
 
-def main(_: Sequence[str]) -> None:
+def main(values: flags.FlagValues) -> int:
     """Runs what the command line asks for."""
-    run(PRESETS[str(flags.FLAGS["preset"].value)], Console())
+    run(PRESETS[str(values["preset"].value)], Console())
+    return 0
 
 
 if __name__ == "__main__":
     flags.DEFINE_enum("preset", "tiny", list(PRESETS), "The sizes.")
-    app.run(main, flags_parser=command.parser("muon"))
+    command.start("muon", main)

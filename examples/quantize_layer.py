@@ -16,7 +16,6 @@ import functools
 import importlib
 import pathlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 if __package__ in (None, ""):
@@ -28,7 +27,7 @@ if __package__ in (None, ""):
 import jax
 import jax.numpy as jnp
 import optax
-from absl import app, flags
+from absl import flags
 from flax import linen as nn
 from rich.console import Console
 from rich.table import Table
@@ -151,10 +150,11 @@ def run(width: int, hidden: int, rows: int, steps: int, console: Console) -> dic
     return errors
 
 
-def main(_: Sequence[str]) -> None:
+def main(values: flags.FlagValues) -> int:
     """Runs what the command line asks for."""
-    sizes: dict[str, Any] = {name: flags.FLAGS[name].value for name in SIZES}
+    sizes: dict[str, Any] = {name: values[name].value for name in SIZES}
     run(**sizes, console=Console())
+    return 0
 
 
 if __name__ == "__main__":
@@ -162,4 +162,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("hidden", 512, "Columns between the layers.", 1)
     flags.DEFINE_integer("rows", 1024, "Inputs.", 1)
     flags.DEFINE_integer("steps", 100, "Steps of training.", 0)
-    app.run(main, flags_parser=command.parser("quantize_layer"))
+    command.start("quantize_layer", main)

@@ -24,7 +24,7 @@ if __package__ in (None, ""):
 
 import jax
 import numpy as np
-from absl import app, flags
+from absl import flags
 
 from bench import command
 from examples.settings import Settings
@@ -93,22 +93,21 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("seeds", ["0", "1", "2"], "Seeds, integers.", flag_values=values)
 
 
-def main(_: Sequence[str]) -> None:
+def main(values: flags.FlagValues) -> int:
     """Runs the program."""
-    asked: Any = flags.FLAGS["seeds"].value
-    steps: Any = flags.FLAGS["steps"].value
+    asked: Any = values["seeds"].value
+    steps: Any = values["steps"].value
     try:
         seeds = [int(seed) for seed in asked]
     except ValueError:
         seeds = []
     if not seeds:
         given = ",".join(asked)
-        sys.stderr.write(f"recipe_losses: --seeds takes integers such as 0,1,2, got {given!r}\n")
-        sys.exit(2)
+        raise command.RequestError(f"--seeds takes integers such as 0,1,2, got {given!r}")
     found = curves(SETTINGS, seeds, steps)
     sys.stdout.write("\n".join((*table(found), verdict(found))) + "\n")
+    return 0
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser("recipe_losses"))
+    command.start("recipe_losses", main, define_flags)

@@ -20,7 +20,7 @@ import pathlib
 import statistics
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, NamedTuple, Self
 
 if __package__ in (None, ""):
@@ -31,7 +31,7 @@ if __package__ in (None, ""):
 
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 from rich.table import Table
 
@@ -172,14 +172,15 @@ def explained(sizes: Sizes, asked: Request) -> Any:
         return explain(serve, params, prompt)
 
 
-def main(_: Sequence[str]) -> None:
+def main(values: flags.FlagValues) -> int:
     """Runs what the command line asks for."""
-    values: dict[str, Any] = {name: flags.FLAGS[name].value for name in Request._fields}
-    sizes, asked = PRESETS[flags.FLAGS.preset], Request(**values)
-    if flags.FLAGS.explain:
+    given: dict[str, Any] = {name: values[name].value for name in Request._fields}
+    sizes, asked = PRESETS[values.preset], Request(**given)
+    if values.explain:
         Console().print(str(explained(sizes, asked)), markup=False, highlight=False)
-        return
-    run(sizes, asked, Console())
+    else:
+        run(sizes, asked, Console())
+    return 0
 
 
 if __name__ == "__main__":
@@ -190,4 +191,4 @@ if __name__ == "__main__":
     flags.DEFINE_integer("tokens", Request().tokens, "Tokens that follow each.", 1)
     flags.DEFINE_integer("group", Request().group, "Elements that share a scale of 4 bits.", 1)
     flags.DEFINE_integer("rounds", Request().rounds, "Turns of each variant.", 1)
-    app.run(main, flags_parser=command.parser("serve"))
+    command.start("serve", main)

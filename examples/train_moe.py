@@ -21,7 +21,6 @@ import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 if __package__ in (None, ""):
@@ -31,11 +30,11 @@ if __package__ in (None, ""):
     importlib.import_module("bench")
 
 import jax
-from absl import app, flags
+from absl import flags
 from jax.sharding import AxisType
 from rich.console import Console
 
-from bench import command
+from bench import command, report
 from examples import comparison
 from examples.mixture import AXIS, PRESETS, Mixtures
 
@@ -77,7 +76,7 @@ def training_of(options: flags.FlagValues) -> Mixtures:
     Raises:
         ValueError: Experts or examples cannot be split over the devices, or no file be written.
     """
-    comparison.check_file(value(options, "json"))
+    report.check_writable(command.output_path(value(options, "json")))
     settings = PRESETS[value(options, "preset")]
     if not value(options, "parallel"):
         return Mixtures(settings)
@@ -108,20 +107,18 @@ def run(training: Mixtures, options: flags.FlagValues, console: Console) -> dict
     return found
 
 
-def main(_: Sequence[str]) -> None:
+def main(options: flags.FlagValues) -> int:
     """Runs the program."""
-    options = flags.FLAGS
     if value(options, "cpu_devices") is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", value(options, "cpu_devices"))
     try:
         training = training_of(options)
     except ValueError as error:
-        sys.stderr.write(f"train_moe: {error}\n")
-        sys.exit(2)
+        raise command.RequestError(str(error)) from None
     run(training, options, Console())
+    return 0
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser("train_moe"))
+    command.start("train_moe", main, define_flags)

@@ -24,7 +24,6 @@ import importlib
 import json
 import pathlib
 import sys
-from collections.abc import Sequence
 from typing import Any
 
 if __package__ in (None, ""):
@@ -34,10 +33,10 @@ if __package__ in (None, ""):
     importlib.import_module("bench")
 
 import jax
-from absl import app, flags
+from absl import flags
 from rich.console import Console
 
-from bench import command
+from bench import command, report
 from examples import comparison
 from examples.settings import PRESETS, Settings
 from examples.training import APIS, Trainer, mesh_of
@@ -107,7 +106,7 @@ def trainer_of(options: flags.FlagValues) -> Trainer:
     Raises:
         ValueError: The options cannot be met.
     """
-    comparison.check_file(value(options, "json"))
+    report.check_writable(command.output_path(value(options, "json")))
     settings = settings_of(options)
     attention, on_gpu = value(options, "attention"), jax.default_backend() == "gpu"
     if attention == "auto":
@@ -139,20 +138,18 @@ def run(trainer: Trainer, options: flags.FlagValues, console: Console) -> dict[s
     return found
 
 
-def main(_: Sequence[str]) -> None:
+def main(options: flags.FlagValues) -> int:
     """Runs the program."""
-    options = flags.FLAGS
     if value(options, "cpu_devices") is not None:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", value(options, "cpu_devices"))
     try:
         trainer = trainer_of(options)
     except ValueError as error:
-        sys.stderr.write(f"train_transformer: {error}\n")
-        sys.exit(2)
+        raise command.RequestError(str(error)) from None
     run(trainer, options, Console())
+    return 0
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(main, flags_parser=command.parser("train_transformer"))
+    command.start("train_transformer", main, define_flags)

@@ -1,7 +1,7 @@
 """`Call`: what is fixed about a product while it is traced, everything but the operands."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Self
 
@@ -175,6 +175,11 @@ class Call:
         """Gives each operand its name; of a sum of products, those of the first."""
         return Operands(**dict(zip(self.names, operands, strict=False)))
 
+    def each_sum(self, given: Operands) -> list[Operands]:
+        """Returns what each of its sums takes of the factors and of the values of their blocks."""
+        names = self.epilogue.of_blocks.operands
+        return [given.of_sum(names, up=up) for up in (False, True)[: 1 + self.epilogue.gated]]
+
     def matrix_shape(self, a_shape: tuple[int, ...], b_shape: tuple[int, ...]) -> tuple[int, int]:
         """Returns the rows and columns of the result for operands of these shapes."""
         return (
@@ -335,31 +340,19 @@ class GroupedCall(Call):
         """Returns the problem that operands of these shapes and types pose."""
         (a_shape, a_dtype), (b_shape, b_dtype), *_ = signature
         ((groups,), _) = self.sizes(signature)
-        types = {"a_dtype": a_dtype, "b_dtype": b_dtype, "out_dtype": self.out_dtype}
+        own: dict[str, Any]
         if self.contracted:
             last = self.transpose_b
             (m, n), k = (x[-1 - last] for x in (a_shape, b_shape)), a_shape[-last]
-            return Problem(
-                *(m, n, k),
-                **types,
-                transpose_a=not last,
-                transpose_b=last,
-                batch=groups,
-                shared_a=True,
-                shared_b=True,
-                ragged_k=True,
-                blocks=self.blocks(self.unpack(signature), m, n, k),
-            )
-        m, n = self.matrix_shape(a_shape, b_shape)
-        return Problem(
-            *(m, n, a_shape[1]),
-            **types,
-            transpose_b=self.transpose_b,
-            epilogue=self.epilogue.of_whole_sums,
-            groups=groups,
-            parts=self.options.parts,
-            blocks=self.blocks(self.unpack(signature), m, n, a_shape[1]),
-        )
+            own = {"batch": groups, "shared_a": True, "shared_b": True, "ragged_k": True}
+            own["transpose_a"] = not last
+        else:
+            (m, n), k = self.matrix_shape(a_shape, b_shape), a_shape[1]
+            own = {"groups": groups, "epilogue": self.epilogue.of_whole_sums}
+            own["parts"] = self.options.parts
+        blocks = self.blocks(self.unpack(signature), m, n, k)
+        types = a_dtype, b_dtype, self.out_dtype
+        return Problem(m, n, k, *types, transpose_b=self.transpose_b, blocks=blocks, **own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -391,7 +384,7 @@ def _fields(call: Call) -> dict[str, Any]:
     return {field.name: getattr(call, field.name) for field in dataclasses.fields(Call)}
 
 
-def signature_of(operands: tuple[Any, ...]) -> Signature:
+def signature_of(operands: Iterable[Any]) -> Signature:
     """Returns the shapes and types of operands, concrete or traced."""
     return tuple((tuple(x.shape), np.dtype(x.dtype)) for x in operands)
 

@@ -165,6 +165,12 @@ class GemmConfig:
         whole = longest // height if problem.groups else -(-longest // height)
         return whole, -(-problem.n // (cols * self.cluster[1]))
 
+    def reach(self, problem: Problem) -> tuple[int, int]:
+        """How many rows and columns all tiles of a product have, those beyond its edges too."""
+        tiles = zip(self.grid(problem), self.cluster, self.out_tile(problem), strict=True)
+        rows, cols = map(math.prod, tiles)
+        return rows, cols
+
     def stacked_grid(self, problem: Problem) -> tuple[int, int]:
         """Rows and columns of cluster tiles of the whole batch: the grid of the schedule."""
         rows, cols = self.grid(problem)
@@ -282,6 +288,13 @@ class GemmConfig:
         reasons = self.refusals(problem, device)
         if reasons:
             raise ValueError(f"config cannot compute this problem: {'; '.join(reasons)}")
+
+    def _memory_refusals(self, needed: int, device: Device) -> Iterator[str]:
+        if needed > device.shared_memory:
+            yield (
+                f"shared memory: needs {needed} bytes of {device.shared_memory};"
+                f" fewer stages than {self.stages} or a smaller tile than {self.tile} would fit"
+            )
 
     def _malformed(self) -> Iterator[str]:
         """Yields the reasons why a config makes no sense, before anything else is asked of it."""

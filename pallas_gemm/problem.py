@@ -167,11 +167,6 @@ class Epilogue:
             found.append("a function of the product")
         return tuple(found)
 
-    @property
-    def scales(self) -> "Epilogue":
-        """The scales of the sum, and nothing else of it."""
-        return Epilogue(self.alpha, row_scale=self.row_scale, col_scale=self.col_scale)
-
 
 class Blocks(NamedTuple):
     """Blocks of the factors, whose sums are scaled and then added up in float32.

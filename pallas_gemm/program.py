@@ -12,7 +12,7 @@ first, then the operands, then the steps.
 import collections
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -238,6 +238,29 @@ class Program:
             for found in (self.wide(_is_summed), self.wide(lambda own: not _is_summed(own)))
         )
         return not (self.sums_exp or summed & ROUGH or others & APPROXIMATE)
+
+    def with_steps(
+        self, steps: Mapping[int, Step], same: Callable[[Any], Any] = lambda x: x
+    ) -> "Program":
+        """Returns a program of other steps.
+
+        Args:
+            steps: In order, by the numbers that other steps and the results have for them.
+            same: Returns what stands in place of a value that no step computes any more.
+        """
+        numbers = {number: self._first + i for i, number in enumerate(steps)}
+
+        def renamed(x: Any) -> Any:
+            x = same(x)
+            return numbers.get(x, x) if isinstance(x, int) else x
+
+        return dataclasses.replace(
+            self,
+            steps=tuple(
+                own._replace(inputs=tuple(map(renamed, own.inputs))) for own in steps.values()
+            ),
+            results=tuple(own._replace(value=renamed(own.value)) for own in self.results),
+        )
 
     @property
     def _first(self) -> int:

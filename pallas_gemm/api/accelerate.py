@@ -12,6 +12,7 @@ from jax.extend import core
 from jax.extend.core.primitives import closed_call_p
 
 from pallas_gemm.api import arguments, notes
+from pallas_gemm.api.eager import is_hashable
 from pallas_gemm.computer import garbage
 from pallas_gemm.device import Device
 from pallas_gemm.planning import targeting
@@ -163,7 +164,7 @@ class _Accelerated:
         own = tuple(_ARRAY if arguments.is_array(x) else _Leaf(x) for x in leaves)
         static = _Static(tree, own, device, named)
         try:
-            if _is_eager(arrays) and _is_hashable(static):
+            if _is_eager(arrays) and is_hashable(static):
                 return self._compiled(static, *arrays)
             return self._traced(static, *arrays)
         except _NotTracedError as error:
@@ -270,11 +271,3 @@ def _call(program: core.Jaxpr, *given: Any) -> Sequence[Any]:
 def _is_eager(arrays: Sequence[Any]) -> bool:
     """Whether nothing is being traced, around a call or among its arguments."""
     return type(core.find_top_trace(arrays)).__name__ == "EvalTrace"
-
-
-def _is_hashable(static: _Static) -> bool:
-    try:
-        hash(static)
-    except TypeError:
-        return False
-    return True

@@ -12,18 +12,10 @@ from typing import Any, NamedTuple
 
 import jax
 import numpy as np
-from jax.extend import core
 
 from pallas_gemm.api import fused_bits
 from pallas_gemm.kernels.functions import lines
-
-_CALLS = frozenset(
-    (
-        *("jit", "pjit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"),
-        *("custom_vjp_call_jaxpr", "remat", "remat2", "checkpoint"),
-    )
-)
-"""Functions that are called: their operations are compared one by one."""
+from pallas_gemm.kernels.functions.flat import Equation, Flat, flat
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,20 +84,6 @@ class _Variant(NamedTuple):
 
     rows: np.ndarray
     text: str
-
-
-class _Flat(NamedTuple):
-    """A function as one list of operations.
-
-    Attributes:
-        equations: The operations.
-        run: Computes the results of all of them, and last the function's own.
-        shapes: The shape of each of those results.
-    """
-
-    equations: tuple[Any, ...]
-    run: Callable[..., Any]
-    shapes: tuple[tuple[int, ...], ...]
 
 
 def check(
@@ -277,24 +255,29 @@ def _first(
     variants: Sequence[_Variant],
 ) -> tuple[Culprit | None, str]:
     """Returns the first operation whose bits differ, or why there is none to name."""
-    whole, longer = _flat(f, leaves), _flat(f, _longer(leaves, having, 1))
-    names = [e.primitive.name for e in whole.equations]
-    if names != [e.primitive.name for e in longer.equations]:
+    more = _longer(leaves, having, 1)
+    whole, longer = (flat(jax.make_jaxpr(f)(*own)) for own in (leaves, more))
+    if whole.names != longer.names:
         return None, "the function does something else with another number of rows"
     count = _count(leaves, having)
-    axes = _axes(whole.shapes, longer.shapes, count)
-    results = [np.asarray(x) for x in _compiled(whole.run)(*leaves)]
+    makers = [equation for equation, _ in _arrays(whole)]
+    shapes, others = ([own.types[x].shape for _, x in _arrays(own)] for own in (whole, longer))
+    axes = _axes(shapes, others, count)
+
+    def every(own: Flat, given: Sequence[Any]) -> list[Any]:
+        kept = [x for _, x in _arrays(own)]
+        return _compiled(fused_bits.beginning(own, kept))(*given)
+
+    results = every(whole, leaves)
     for variant in variants:
         own = chosen(variant.rows)
-        part = _flat(f, own)
-        if names != [e.primitive.name for e in part.equations]:
+        part = flat(jax.make_jaxpr(f)(*own))
+        if whole.names != part.names:
             return None, f"the function does something else with {variant.text}"
-        found = _compiled(part.run)(*own)
-        makers = (equation for equation in whole.equations for _ in _outs(equation))
-        for equation, x, y, axis in zip(makers, results, found, axes, strict=True):
+        for equation, x, y, axis in zip(makers, results, every(part, own), axes, strict=True):
             if differing := _compared(x, y, axis, count, variant.rows):
                 return _culprit(equation, variant, differing, y, axis)
-    given = leaves, chosen(variants[0].rows), _longer(leaves, having, 1)
+    given = leaves, chosen(variants[0].rows), more
     return _first_together(f, given, variants[0], count)
 
 
@@ -333,9 +316,9 @@ def _compiled(f: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _culprit(
-    equation: Any, variant: _Variant, differing: int, part: Any, axis: Any
+    equation: Equation, variant: _Variant, differing: int, part: Any, axis: Any
 ) -> tuple[Culprit, str]:
-    size, source = int(np.size(part)), equation.source_info
+    size, source = int(np.size(part)), equation.source
     own = _named(equation.primitive.name, source, variant, differing, size)
     over_all = "its result has no rows: it is made of all of them" if axis is None else ""
     return own, over_all
@@ -346,69 +329,7 @@ def _named(name: str, source: Any, variant: _Variant, differing: int, elements: 
     return Culprit(name, lines.place(source), is_ours, variant.text, differing, elements)
 
 
-def _outs(equation: Any) -> list[Any]:
-    """Returns the results of an operation that are arrays of numbers."""
-    return [v for v in equation.outvars if isinstance(getattr(v.aval, "dtype", None), np.dtype)]
-
-
-def _flat(f: Callable[..., Any], args: Sequence[Any]) -> _Flat:
-    """Returns a function, traced for such arguments, as one list of operations."""
-    closed = jax.make_jaxpr(f)(*args)
-    equations: list[Any] = []
-    shapes: list[tuple[int, ...]] = []
-
-    def listed(jaxpr: Any) -> None:
-        for equation in jaxpr.eqns:
-            if (inner := _called(equation)) is not None:
-                listed(inner[0])
-            else:
-                equations.append(equation)
-                shapes.extend(tuple(v.aval.shape) for v in _outs(equation))
-
-    listed(closed.jaxpr)
-
-    def run(*given: Any) -> list[Any]:
-        kept: list[Any] = []
-        _evaluated(closed.jaxpr, closed.consts, given, kept)
-        return kept
-
-    return _Flat(tuple(equations), run, tuple(shapes))
-
-
-def _called(equation: Any) -> tuple[Any, Sequence[Any]] | None:
-    """Returns the function that an operation calls, and its constants; None if it calls none."""
-    if equation.primitive.name not in _CALLS:
-        return None
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    if isinstance(inner, core.ClosedJaxpr):
-        inner, consts = inner.jaxpr, inner.consts
-    else:
-        consts = ()
-    if inner is None or len(inner.invars) != len(equation.invars):
-        return None
-    return inner, consts
-
-
-def _evaluated(
-    jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], kept: list[Any]
-) -> list[Any]:
-    """Computes a traced function, and keeps what each operation returns."""
-    values: dict[Any, Any] = dict(zip(jaxpr.constvars, consts, strict=True))
-    values |= dict(zip(jaxpr.invars, given, strict=True))
-
-    def read(v: Any) -> Any:
-        return v.val if isinstance(v, core.Literal) else values[v]
-
-    for equation in jaxpr.eqns:
-        inputs = list(map(read, equation.invars))
-        if (inner := _called(equation)) is not None:
-            outputs = _evaluated(*inner, inputs, kept)
-        else:
-            params = equation.primitive.get_bind_params(equation.params)
-            outputs = equation.primitive.bind(*inputs, **params)
-            outputs = outputs if equation.primitive.multiple_results else [outputs]
-            arrays = {id(v) for v in _outs(equation)}
-            pairs = zip(equation.outvars, outputs, strict=True)
-            kept.extend(x for v, x in pairs if id(v) in arrays)
-        values.update(zip(equation.outvars, outputs, strict=True))
-    return list(map(read, jaxpr.outvars))
+def _arrays(own: Flat) -> list[tuple[Equation, int]]:
+    """Returns the values that operations make, with their makers, if they are arrays of numbers."""
+    made = [(equation, x) for equation in own.equations for x in equation.outputs]
+    return [each for each in made if isinstance(own.types[each[1]].dtype, np.dtype)]

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.export import is_symbolic_dim
 
 from pallas_gemm.call import Operands
@@ -136,7 +137,7 @@ def _nearest(size: int, count: int, shortest: int) -> int:
 def _repeated(scale: Any, times: int, axis: int, size: int) -> Any:
     """Repeats each value along an axis, up to a size."""
     if isinstance(scale, jax.ShapeDtypeStruct):
-        return _shaped(scale, (*scale.shape[:axis], size, *scale.shape[axis + 1 :]))
+        return shaped(scale, (*scale.shape[:axis], size, *scale.shape[axis + 1 :]))
     whole = jnp.repeat(scale, times, axis)
     return jax.lax.slice_in_dim(whole, 0, size, axis=axis)
 
@@ -154,7 +155,7 @@ def as_vector(scale: Any, size: int, lead: Shape, *, left: bool) -> Any:
     count = scale.shape[-2 if left else -1]
     front = (1,) * (len(lead) - len(own)) + own if own else ()
     if isinstance(scale, jax.ShapeDtypeStruct):
-        return _shaped(scale, (*front, size))
+        return shaped(scale, (*front, size))
     vector = scale.reshape(*front, count)
     return vector if count == size else jnp.repeat(vector, size // count, -1)
 
@@ -215,7 +216,7 @@ def cut(dims: Contraction, given: Operands) -> tuple[Contraction, Operands]:
         pair = zip("mk" if left else "kn", x.shape[-2:], strict=True)
         each = [_first_parts(cuts.get(letter), letter, count) for letter, count in pair]
         parts = tuple(size for _, shape in each for size in shape)
-        found[name] = _shaped(x, (*x.shape[:-2], *parts))
+        found[name] = shaped(x, (*x.shape[:-2], *parts))
         letters[name] = front + "".join(own for own, _ in each)
     _, letters["out"] = _reshaped(None, dims.out, cuts)
     letters["whole"] = dims.out
@@ -263,7 +264,7 @@ def _reshaped(x: Any, letters: str, cuts: Mapping[str, Cut]) -> tuple[Any, str]:
             # One at a time: of an explicit mesh, JAX splits no two dimensions at once.
             place = len(shape) - (len(letters) - letters.index(c))
             shape = (*shape[:place], *cuts[c].sizes, *shape[place + 1 :])
-            x = _shaped(x, shape)
+            x = shaped(x, shape)
     return x, new
 
 
@@ -285,7 +286,10 @@ def cut_spec(spec: Any, before: str, after: str) -> Any:
     return tuple(found)
 
 
-def _shaped(x: Any, shape: Shape) -> Any:
+def shaped(x: Any, shape: Shape) -> Any:
+    """Reshapes an array, or broadcasts it where it is smaller."""
     if isinstance(x, jax.ShapeDtypeStruct):
         return jax.ShapeDtypeStruct(shape, x.dtype)
-    return x.reshape(shape)
+    if tuple(x.shape) == shape:
+        return x
+    return x.reshape(shape) if x.size == np.prod(shape) else jnp.broadcast_to(x, shape)

@@ -40,7 +40,7 @@ def compiled[**P, R](
             given = (*zip(names, args, strict=False), *kwargs.items())
             arrays = frozenset(name for name, x in given if isinstance(x, jax.Array))
             fixed = options - arrays
-            if all(_is_hashable(x) if name in fixed else _is_there(x) for name, x in given):
+            if all(is_hashable(x) if name in fixed else _is_there(x) for name, x in given):
                 # What is wrong is said without JAX's frames between the caller and us.
                 with contextlib.suppress(TypeError, ValueError):
                     result = program(arrays & options)(*args, **kwargs)
@@ -64,7 +64,8 @@ def _is_there(operand: Any) -> bool:
     return operand is None or isinstance(operand, jax.Array)
 
 
-def _is_hashable(option: Any) -> bool:
+def is_hashable(option: Any) -> bool:
+    """Whether a compiled program may be found by it."""
     try:
         hash(option)
     except TypeError:

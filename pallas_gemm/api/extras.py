@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -206,8 +205,8 @@ def _add_zeros(
             )
         *lead, columns = vector_of_scale.shape
         shape = (*lead, 1, columns)
-        found |= {scale_name: None, own: _of_shape(vector_of_scale, shape)}
-        zeros = _of_shape(_of_shape(zeros, vector_of_scale.shape), shape)
+        found |= {scale_name: None, own: blocks.shaped(vector_of_scale, shape)}
+        zeros = blocks.shaped(blocks.shaped(zeros, vector_of_scale.shape), shape)
     found[zero_name] = blocks.checked(called[0], zeros, of, left=False)
 
 
@@ -302,12 +301,12 @@ def vector(name: str, x: Any, letter: str, result: Result) -> Any:
         raise ValueError(f"{name} needs a result with {line}s, but {missing} is a vector")
     shape = tuple(x.shape)
     if shape == ():
-        return _of_shape(x, (size,))
+        return blocks.shaped(x, (size,))
     if is_bias and len(shape) == len(result.whole) >= 2 and shape[-2] == 1 and result.is_matrices:
         # As it would be added to the result.
         shape = (*shape[:-2], shape[-1])
     if shape and shape[-1] == size and result.is_front(shape[:-1]):
-        return _of_shape(x, shape)
+        return blocks.shaped(x, shape)
     legal = f"[{size}]"
     if result.lead and result.is_matrices:
         legal += f" or {[*result.lead, size]}"
@@ -338,15 +337,6 @@ def _residual(x: Any, result: Result) -> Any:
             f" {list(shape)}"
         )
     return x
-
-
-def _of_shape(x: Any, shape: Shape) -> Any:
-    """Reshapes an array, or broadcasts it where it is smaller."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-    if tuple(x.shape) == shape:
-        return x
-    return x.reshape(shape) if x.size == np.prod(shape) else jnp.broadcast_to(x, shape)
 
 
 def _real(name: str, x: Any) -> Any:

@@ -14,12 +14,13 @@ import numpy as np
 
 from pallas_gemm.api import arguments, blocks, request
 from pallas_gemm.api.extras import Result
-from pallas_gemm.call import Numerics, Operands, Options
+from pallas_gemm.call import Numerics, Operands, Options, signature_of
 from pallas_gemm.kernels.functions import lines
 from pallas_gemm.op import fused
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.explicit import explicit_fused
+from pallas_gemm.op.product import squeezed
 from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import SCALES, VALUES, Epilogue
@@ -93,9 +94,9 @@ def answer(
     everything = (*factors.present(), *taken)
     explicit, on_mesh = request.is_explicit(*everything), mesh_context.is_on_mesh(*everything)
     call = request.in_parts(call, asked.contraction, asked.operands, finished=True)
-    dims, own = fused.squeezed(call, dims, factors.present())
+    dims, own = squeezed(call, dims, factors.present())
     if options.names_something and not on_mesh:
-        signature = fused.signature_of((*own, *taken))
+        signature = signature_of((*own, *taken))
         check_named(options, fused.plan(call, dims, function, signature))
     run: Callable[..., Any] = fused.fused
     if explicit:

@@ -57,13 +57,12 @@ def first(
         compiled: Compiles a function.
     """
     whole, some, longer = (flat(jax.make_jaxpr(f)(*own)) for own in arguments)
-    names = [[e.primitive.name for e in own.equations] for own in (whole, some, longer)]
-    if names[0] != names[1] or names[0] != names[2]:
+    if whole.names != some.names or whole.names != longer.names:
         return None
 
     def differing(count: int, apart: int | None = None) -> tuple[int, int]:
         results = [
-            compiled(_beginning(own, count, apart))(*given)
+            compiled(beginning(own, _kept(own, count), count, apart))(*given)
             for own, given in zip((whole, some), arguments[:2], strict=True)
         ]
         types = [[own.types[x] for x in _kept(own, count)] for own in (whole, longer)]
@@ -80,7 +79,7 @@ def first(
             count, found = middle, own
         else:
             alike = middle
-    reductions = [i for i in range(count - 1) if names[0][i].startswith(_REDUCING)]
+    reductions = [i for i in range(count - 1) if whole.names[i].startswith(_REDUCING)]
     healing = (i for i in reductions[: -MOST_TRIED - 1 : -1] if not differing(count, i)[0])
     own = next(healing, None)
     reduction = None if own is None else whole.equations[own]
@@ -95,8 +94,17 @@ def _kept(own: Flat, count: int) -> list[int]:
     return sorted(made & later)
 
 
-def _beginning(own: Flat, count: int, apart: int | None) -> Callable[..., list[Any]]:
-    """Returns the first operations of a function, one of them kept apart from the others."""
+def beginning(
+    own: Flat, kept: Sequence[int], count: int | None = None, apart: int | None = None
+) -> Callable[..., list[Any]]:
+    """Returns what computes values of a function.
+
+    Args:
+        own: The function.
+        kept: The values.
+        count: How many of its operations are computed; None for all.
+        apart: Which of them is kept apart from the others.
+    """
 
     def run(*given: Any) -> list[Any]:
         values: dict[int, Any] = {**own.constants, **dict(zip(own.inputs, given, strict=True))}
@@ -107,6 +115,6 @@ def _beginning(own: Flat, count: int, apart: int | None) -> Callable[..., list[A
             outputs = outputs if e.primitive.multiple_results else [outputs]
             outputs = lax.optimization_barrier(outputs) if i == apart else outputs
             values.update(zip(e.outputs, outputs, strict=True))
-        return [values[x] for x in _kept(own, count)]
+        return [values[x] for x in kept]
 
     return run

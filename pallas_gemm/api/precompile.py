@@ -235,7 +235,7 @@ class _Product:
     def decision(self) -> Decision:
         """Returns what computes it on the GPU that is planned for."""
         if self.problem.terms:
-            return dispatch.decide(self._sum(), signature_of(tuple(self.operands().values())))
+            return dispatch.decide(self._sum(), signature_of(self.operands().values()))
         explained = explain(self, self.operands())
         if explained.products:
             return explained.products[0]

@@ -241,7 +241,8 @@ def _outside(call: Call, operands: Operands, out_sharding: Any) -> str | None:
 
 
 def _outside_for_mesh(operands: Operands, out_sharding: Any) -> str | None:
-    if any(map(mesh_context.is_partial_sum, operands.present())):
+    types = (jax.typeof(x) for x in operands.present() if isinstance(x, jax.Array))
+    if any(map(mesh_context.is_partial_sum, types)):
         return "the type of an operand says that it is reduced, or unreduced"
     explicit = [mesh for x in operands.present() if (mesh := _explicit_mesh(x)) is not None]
     if not explicit:

@@ -14,7 +14,7 @@ from pallas_gemm.api import arguments, function, notes, promises, request
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Order, answer
 from pallas_gemm.api.request import Request
-from pallas_gemm.call import DIMENSIONS, Numerics, Operands, SymmetricCall, signature_of
+from pallas_gemm.call import DIMENSIONS, Numerics, Operands, Options, SymmetricCall, signature_of
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.symmetric import mirrored, symmetric
@@ -77,16 +77,13 @@ def gram(  # noqa: PLR0913 - each is a keyword
     """
     if arguments.flag("check", check):
         promises.check_symmetric("residual", residual)
-    given = (precision, schedule, config, implementation, numerics)
+    options = arguments.options(implementation, config, schedule, numerics)
+    words = {"residual": residual, "alpha": alpha, "beta": beta}
+    words["preferred_element_type"] = preferred_element_type
+    multiply = functools.partial(_gram, transpose=transpose, precision=precision, options=options)
     if function.is_given(epilogue, operands):
-        words = {"alpha": alpha, "beta": beta, "residual": residual}
-        words["preferred_element_type"] = preferred_element_type
-        how = _how(np.float32, *given)
-        multiply = functools.partial(
-            _gram, residual=None, alpha=1, beta=1, transpose=transpose, how=how
-        )
         return function.after(multiply, (x,), epilogue, operands, words, numerics)
-    return _gram(x, residual, alpha, beta, transpose, _how(preferred_element_type, *given))
+    return multiply(x, **words)
 
 
 def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
@@ -144,46 +141,45 @@ def symmetric_matmul(  # noqa: PLR0913 - each is a keyword
         for name, x in (("a", a), ("b", b), ("residual", residual)):
             promises.check_symmetric(name, x)
         promises.check_commute(a, b)
-    given = (precision, schedule, config, implementation, numerics)
+    options = arguments.options(implementation, config, schedule, numerics)
+    words = {"residual": residual, "alpha": alpha, "beta": beta}
+    words["preferred_element_type"] = preferred_element_type
+    multiply = functools.partial(_symmetric_matmul, precision=precision, options=options)
     if function.is_given(epilogue, operands):
-        words = {"alpha": alpha, "beta": beta, "residual": residual}
-        words["preferred_element_type"] = preferred_element_type
-        how = _how(np.float32, *given)
-        multiply = functools.partial(_symmetric_matmul, residual=None, alpha=1, beta=1, how=how)
         return function.after(multiply, (a, b), epilogue, operands, words, numerics)
-    return _symmetric_matmul(a, b, residual, alpha, beta, _how(preferred_element_type, *given))
-
-
-How = tuple[tuple[str, Any], ...]
-"""Keywords that are the same for both."""
-
-
-def _how(
-    preferred: Any, precision: Any, schedule: Any, config: Any, implementation: Any, numerics: Any
-) -> How:
-    return (
-        ("preferred_element_type", preferred),
-        ("precision", precision),
-        ("schedule", schedule),
-        ("config", config),
-        ("implementation", implementation),
-        ("numerics", numerics),
-    )
+    return multiply(a, b, **words)
 
 
 @compiled("x", "residual")
 def _gram(
-    x: jax.Array, residual: jax.Array | None, alpha: Any, beta: Any, transpose: bool, how: How
+    x: jax.Array,
+    residual: jax.Array | None = None,
+    alpha: Any = 1,
+    beta: Any = 1,
+    preferred_element_type: Any = np.float32,
+    *,
+    transpose: bool,
+    precision: Any,
+    options: Options,
 ) -> jax.Array:
     x = _matrices("x", x)
     transpose = arguments.flag("transpose", transpose)
     operands = Operands(x, x, residual=residual, alpha=alpha, beta=beta)
-    return _answer("gram", operands, (transpose, not transpose), **dict(how))
+    result = {"preferred_element_type": preferred_element_type, "precision": precision}
+    return _answer("gram", operands, (transpose, not transpose), options, **result)
 
 
 @compiled("a", "b", "residual")
 def _symmetric_matmul(
-    a: jax.Array, b: jax.Array, residual: jax.Array | None, alpha: Any, beta: Any, how: How
+    a: jax.Array,
+    b: jax.Array,
+    residual: jax.Array | None = None,
+    alpha: Any = 1,
+    beta: Any = 1,
+    preferred_element_type: Any = np.float32,
+    *,
+    precision: Any,
+    options: Options,
 ) -> jax.Array:
     a, b = _matrices("a", a), _matrices("b", b)
     for name, x in (("a", a), ("b", b)):
@@ -199,7 +195,8 @@ def _symmetric_matmul(
         raise TypeError(f"a and b must have the same dtype, got {a.dtype} and {b.dtype}")
     # What is symmetric may be read either way; this one has no condition on its size.
     operands = Operands(a, b, residual=residual, alpha=alpha, beta=beta)
-    return _answer("product", operands, (False, True), **dict(how))
+    result = {"preferred_element_type": preferred_element_type, "precision": precision}
+    return _answer("product", operands, (False, True), options, **result)
 
 
 def _matrices(name: str, x: Any) -> Any:
@@ -213,15 +210,11 @@ def _answer(
     kind: Literal["gram", "product"],
     operands: Operands,
     transposed: tuple[bool, bool],
-    *,
-    implementation: Any,
-    config: Any,
-    schedule: Any,
-    numerics: Any,
+    options: Options,
     **result: Any,
 ) -> jax.Array:
     """Computes a product whose result is symmetric."""
-    options = arguments.options(implementation, config, schedule, numerics)
+    schedule = options.schedule
     order = parse(schedule) if isinstance(schedule, str) else schedule
     if getattr(order, "is_online", False):
         raise ValueError(f"schedule must be a table for a symmetric result, got {schedule!r}")

@@ -13,6 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_gemm.kernels.traced import divided
+
 MOST = 2**31 - 1
 """The largest sum of sizes: more rows than there are."""
 
@@ -105,7 +107,7 @@ def within(sizes: jax.Array, rows: int) -> jax.Array:
 
 def tiles(rows: jax.Array, height: int) -> jax.Array:
     """Returns how many tiles of a height these rows take; or steps, or parts."""
-    whole, rest = lax.div(rows, jnp.int32(height)), lax.rem(rows, jnp.int32(height))
+    whole, rest = divided(rows, height)
     return whole + jnp.minimum(rest, 1)
 
 

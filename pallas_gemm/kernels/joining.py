@@ -19,7 +19,7 @@ Here is what both architectures' kernels share: where summands lie and how they 
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,42 +30,40 @@ from pallas_gemm.kernels import launch, place, work
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.plan import BLOCK, KernelPlan
 from pallas_gemm.kernels.ptx import arrays
-from pallas_gemm.kernels.traced import Ref, Values
+from pallas_gemm.kernels.traced import Ref, Values, divided
 
 LOADED_REGISTERS = 128
 """Of a thread, for summands that it loads at the same time: each load takes most of a microsecond.
 """
 
 
-class Second(NamedTuple):
-    """The facts about an architecture's second kernel.
+def kernel(  # noqa: PLR0913 - each is a keyword
+    plan: KernelPlan,
+    body: Callable[..., None],
+    *,
+    name: str,
+    chunks: int,
+    warpgroups: int,
+    axes: tuple[str, ...],
+    results: tuple[jax.ShapeDtypeStruct, ...],
+    scratch: Any,
+    approx_math: bool = False,
+) -> Callable[[launch.Inputs], Any]:
+    """Returns the kernel that joins what the kernel of a plan has handed over.
 
-    Attributes:
-        name: Its name.
+    It returns the results, unless it is given some whose other tiles have been stored. Each
+    warpgroup runs `body(inputs, results, *scratch)`.
+
+    Args:
+        plan: The plan.
+        body: The work of a warpgroup.
+        name: As for `launch.kernel`.
         chunks: Chunks of the result of all cut tiles.
         warpgroups: Warpgroups of a CTA, of which each joins a chunk.
         axes: The axes of a cluster in the first kernel; here there are no clusters.
         results: The shapes and types of the results.
         scratch: The memory that a CTA takes.
         approx_math: As for `launch.kernel`.
-    """
-
-    name: str
-    chunks: int
-    warpgroups: int
-    axes: tuple[str, ...]
-    results: tuple[jax.ShapeDtypeStruct, ...]
-    scratch: Any
-    approx_math: bool = False
-
-
-def kernel(
-    plan: KernelPlan, second: Second, body: Callable[..., None]
-) -> Callable[[launch.Inputs], Any]:
-    """Returns the kernel that joins what the kernel of a plan has handed over.
-
-    It returns the results, unless it is given some whose other tiles have been stored. Each
-    warpgroup runs `body(inputs, results, *scratch)`.
     """
     others = plan.computes == "cut"
 
@@ -74,17 +72,15 @@ def kernel(
 
     kernel = launch.kernel(
         body_into if others else body,
-        name=second.name,
-        grid=launch.Grid(
-            second.chunks // second.warpgroups,
-            dict.fromkeys(second.axes, 1),
-            second.warpgroups,
-        ),
-        results=() if others else (second.results,),
-        scratch=second.scratch,
-        operations=launch.Operations(0, plan.portion(launch.transcendentals(plan.problem))),
+        name=name,
+        workers=chunks // warpgroups,
+        cluster=dict.fromkeys(axes, 1),
+        warpgroups=warpgroups,
+        results=() if others else (results,),
+        scratch=scratch,
+        transcendentals=plan.portion(launch.transcendentals(plan.problem)),
         interpret=plan.interpret,
-        approx_math=second.approx_math,
+        approx_math=approx_math,
     )
     return lambda given: next(iter(kernel(given)), ())
 
@@ -202,9 +198,3 @@ def blocks(plan: KernelPlan, summand: Any, rows: tuple[Any, int], cols: tuple[An
 def read(plan: KernelPlan, blocks: Any, layout: Any) -> Any:
     """Loads a part of a summand."""
     return arrays.read_blocks(plan, blocks, plan.problem.accumulator_dtype, layout)
-
-
-def divided(dividend: Any, divisor: int) -> tuple[Any, Any]:
-    """Divides what is not negative, and known only to the running program."""
-    by = jnp.int32(divisor)
-    return lax.div(dividend, by), lax.rem(dividend, by)

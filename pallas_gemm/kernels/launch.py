@@ -65,20 +65,6 @@ class Inputs(NamedTuple):
         return [place.loaded(x, own, problem.batch, batch) for x, own in each if own.kind == "mn"]
 
 
-class Grid(NamedTuple):
-    """The plan of the launch.
-
-    Attributes:
-        workers: Clusters.
-        cluster: The axes of a cluster, and CTAs along each.
-        warpgroups: Warpgroups of a CTA.
-    """
-
-    workers: int
-    cluster: Mapping[str, int]
-    warpgroups: int
-
-
 def inputs(config: GemmConfig, problem: Problem, given: Sequence[Any], order: Any) -> Inputs:
     """Names the operands, of which `given` has those that the problem has.
 
@@ -92,20 +78,29 @@ def inputs(config: GemmConfig, problem: Problem, given: Sequence[Any], order: An
         for _ in range(problem.pairs)
     )
     scales = [on_its_own(next(left)) for _ in range(problem.scales)]
-    reaches = reach(config, problem)
+    reach = config.reach(problem)
     operands = []
     for operand, x in zip(words.program(problem).operands, left, strict=True):
         if operand.kind == "mn":
             operands.append(x)
             continue
-        size = reaches[operand.kind == "m"]
+        size = reach[(operand.kind == "m") == problem.transpose_out]
         if operand.kind and x.shape[-1] == size and x.dtype in FLOATS_16:
             operands.append(on_its_own(x))
             continue
         # All else comes in 32 bits: XLA copies it anyway.
         wide = x.astype(jnp.float32 if jnp.issubdtype(x.dtype, jnp.floating) else jnp.int32)
-        operands.append(_padded(wide, size) if operand.kind else on_its_own(wide.reshape(-1)))
+        if operand.kind:
+            # No mask is used on loading: vectors go as far as the last tile.
+            operands.append(longer(wide, size - x.shape[-1]))
+        else:
+            operands.append(on_its_own(wide.reshape(-1)))
     return Inputs(factors, tuple(operands), order, scales=tuple(scales))
+
+
+def results(problem: Problem, shape: tuple[int, ...]) -> tuple[jax.ShapeDtypeStruct, ...]:
+    """Returns the shapes and types of the results that have an element for each sum."""
+    return tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in problem.result_dtypes)
 
 
 def on_its_own(x: jax.Array) -> jax.Array:
@@ -120,63 +115,46 @@ def on_its_own(x: jax.Array) -> jax.Array:
     return x if aligned else lax.optimization_barrier(x)
 
 
-def reach(config: GemmConfig, problem: Problem) -> tuple[int, int]:
-    """Returns how far the last tiles reach along the columns and the rows of the result."""
-    tiles = zip(config.grid(problem), config.cluster, config.out_tile(problem), strict=True)
-    rows, cols = map(math.prod, tiles)
-    return (rows, cols) if problem.transpose_out else (cols, rows)
-
-
-def _padded(x: jax.Array, reach: int) -> jax.Array:
-    """Returns a vector, or several, as far as the last tile reaches: no mask is used on loading."""
-    whole = [(0, 0)] * (x.ndim - 1)
-    return on_its_own(jnp.pad(x, [*whole, (0, reach - x.shape[-1])]))
-
-
-class Operations(NamedTuple):
-    """The operations of a kernel.
-
-    Attributes:
-        flops: Multiplications plus additions.
-        transcendentals: Exponentials, tangents and the like.
-    """
-
-    flops: int = 0
-    transcendentals: int = 0
+def longer(x: jax.Array, more: int) -> jax.Array:
+    """Returns an array with zeros at the end of its last dimension."""
+    return on_its_own(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
 
 
 def transcendentals(problem: Problem) -> int:
-    """Returns the transcendentals of a problem's epilogue, of all elements of the result."""
+    """Returns how many exponentials, tangents and the like the epilogue of a problem takes."""
     steps = words.program(problem).steps
     each = sum(step.primitive.name in elementwise.TRANSCENDENTAL for step in steps)
     return each * math.prod(problem.out_shape)
 
 
-def kernel(
+def kernel(  # noqa: PLR0913 - each is a keyword
     body: Callable[..., None],
     *,
     name: str,
-    grid: Grid,
+    workers: int,
+    cluster: Mapping[str, int],
+    warpgroups: int,
     results: Any,
     scratch: Sequence[Any],
-    operations: Operations,
     interpret: Any,
+    flops: int = 0,
+    transcendentals: int = 0,
     approx_math: bool = False,
 ) -> Callable[[Any], Any]:
     """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup.
 
-    It is given `Inputs`, or an array.
+    It is given `Inputs`, or an array. Workers are clusters, which have CTAs along axes.
     """
 
     def run(given: Any) -> Any:
         launched = plgpu.kernel(
             body,
             out_type=results,
-            grid=(grid.workers,),
+            grid=(workers,),
             grid_names=(WORKER,),
-            cluster=tuple(grid.cluster.values()),
-            cluster_names=tuple(grid.cluster),
-            num_threads=grid.warpgroups,
+            cluster=tuple(cluster.values()),
+            cluster_names=tuple(cluster),
+            num_threads=warpgroups,
             thread_name=WARPGROUP,
             scratch_types=scratch,
             # Values are reduced within warps alone, which takes no shared memory.
@@ -185,7 +163,7 @@ def kernel(
             ),
             kernel_name=name,
             interpret=interpret,
-            **_cost(operations, (given, results)),
+            **_cost((given, results), flops=flops, transcendentals=transcendentals),
         )
         # Numbers in kernels have 32 bits, and JAX takes its own tracers in any kernel for leaks.
         with jax.enable_x64(False), jax.check_tracer_leaks(False):
@@ -195,14 +173,14 @@ def kernel(
     return run
 
 
-def _cost(operations: Operations, arrays: Any) -> Mapping[str, Any]:
+def _cost(arrays: Any, **operations: int) -> Mapping[str, Any]:
     """Returns what XLA is told of the time that a kernel takes, where the release of JAX does.
 
     Args:
-        operations: The operations.
         arrays: The arrays that are read or written, once each.
+        **operations: How many there are of each kind.
     """
     if "cost_estimate" not in inspect.signature(plgpu.kernel).parameters:
         return {}
     moved = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(arrays))
-    return {"cost_estimate": pl.CostEstimate(bytes_accessed=moved, **operations._asdict())}
+    return {"cost_estimate": pl.CostEstimate(bytes_accessed=moved, **operations)}

@@ -46,18 +46,12 @@ class OperandPlan:
         """Whether TMA moves it in plain boxes, so that its shape may be ragged."""
         return self.k_major or self.paneled or self.one_box
 
-    @property
-    def slot_shape(self) -> tuple[int, ...]:
-        """The shape of one part in one slot of the ring."""
-        if self.k_major:
-            return (self.tile, self.tile_k)
-        if self.paneled:
-            return (self.tile // PANEL, self.tile_k, PANEL)
-        return (self.tile_k, self.tile)
-
     def ring(self, stages: int) -> Any:
         """The buffer of a ring of slots."""
-        shape = (self.parts, stages, *self.slot_shape)
+        own = (self.tile, self.tile_k) if self.k_major else (self.tile_k, self.tile)
+        if self.paneled:
+            own = (self.tile // PANEL, self.tile_k, PANEL)
+        shape = (self.parts, stages, *own)
         if self.boxed:
             return smem.boxed([shape], self.dtype, simulated=self.simulated)
         return smem.tiled(shape, self.dtype)

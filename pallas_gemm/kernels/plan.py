@@ -9,6 +9,7 @@ import numpy as np
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import work
+from pallas_gemm.kernels.functions import words
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Pieces, Schedule, split_k
 
@@ -62,6 +63,11 @@ class KernelPlan:
     def k_steps(self) -> int:
         """Steps of the k loop; what lies beyond the edge in the last one is zeros."""
         return -(-self.problem.k // self.tile_k)
+
+    @property
+    def approx_math(self) -> bool:
+        """Whether exp and tanh may be instructions, which err by less than rounding to 16 bits."""
+        return words.program(self.problem).is_coarse
 
     @functools.cached_property
     def schedule(self) -> Schedule | OnlineSchedule:
@@ -146,10 +152,10 @@ class KernelPlan:
 
     @property
     def summands_shape(self) -> tuple[int, ...]:
-        """The shape of what pieces hand over: [tile, summand, CTA of the cluster, row, column].
-
-        On a GPU, rows and columns are those of blocks, whose own follow.
-        """
-        rows, cols = self.config.tile
-        sums = (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
+        """The shape of what pieces hand over: [tile, summand, CTA of the cluster, row, column]."""
+        sums = self.in_blocks(*self.config.tile)
         return self.cut_tiles, self.summands, self.config.cluster_size, *sums
+
+    def in_blocks(self, rows: int, cols: int) -> tuple[int, ...]:
+        """The shape of sums that are handed over: on a GPU those of a block follow each other."""
+        return (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)

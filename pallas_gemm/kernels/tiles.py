@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.kernels import work
-from pallas_gemm.kernels.traced import Scalar
+from pallas_gemm.kernels.traced import Scalar, divided
 from schedules import PADDING, OnlineSchedule, Pieces, Schedule
 
 Compute = Callable[[Scalar, work.Piece, Any], Any]
@@ -86,8 +86,7 @@ def computed(
     def piece(place: Scalar) -> work.Piece:
         if cut is None:
             return coding.piece(*order(place))
-        tiles = jnp.int32(len(order))
-        number, tile = lax.div(place, tiles), lax.rem(place, tiles)
+        number, tile = divided(place, len(order))
         return cut.piece(coding.piece(*order(tile)), number)
 
     return Share(count, lambda turn: (worker + turn * workers,), piece)

@@ -22,7 +22,7 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.kernels.traced import Scalar
+from pallas_gemm.kernels.traced import Scalar, divided
 from pallas_gemm.problem import Problem
 from schedules import PADDING, Pieces, Schedule
 
@@ -153,9 +153,8 @@ class Coding:
         """The piece at (row, col) of the grid of a schedule."""
         if self.rows is None:
             return Piece(row, col)
-        rows = jnp.int32(self.rows)
-        batch = lax.div(row, rows)
-        return Piece(lax.rem(row, rows), col, batch)
+        batch, row = divided(row, self.rows)
+        return Piece(row, col, batch)
 
 
 def _joined(pairs: np.ndarray, bits: int) -> np.ndarray:

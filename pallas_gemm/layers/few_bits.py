@@ -1,23 +1,24 @@
-"""Weights that a layer stores in few bits, for serving a model: inputs keep their type.
+"""Weights that a layer stores in few bits, for serving a model.
 
-A layer stores the arrays of a `QuantizedWeight`, by their names.
+A layer stores the arrays of a `QuantizedWeight`, by their names: then its inputs keep their type.
+Or it stores those of `per_channel.Quantized`, and its inputs are quantized, too.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from pallas_gemm.api.few_bits.weights import QuantizedWeight
-from pallas_gemm.layers import fused
+from pallas_gemm.layers import fused, per_channel
 from pallas_gemm.op import widening
 
 INT8 = jnp.dtype(jnp.int8)
 
 
-def check(bits: Any, group: Any, zero_points: Any) -> bool:
-    """Returns whether a layer's weights alone are of few bits, and not its inputs, too.
+def check(bits: Any, group: Any, zero_points: Any) -> None:
+    """Checks what a layer is told of its weights.
 
     Raises:
         ValueError: There are groups or zero points without bits.
@@ -27,17 +28,16 @@ def check(bits: Any, group: Any, zero_points: Any) -> bool:
             "group and zero_points are for weights alone: they need bits=4 or bits=8, got"
             f" group={group!r}, zero_points={zero_points!r}, bits=None"
         )
-    return bits is not None
 
 
 def stored(
-    kernel: jax.Array, bits: int, group: int | None, zero_points: bool, dtype: Any
+    kernel: jax.Array, bits: int | None, group: int | None, zero_points: bool, dtype: Any
 ) -> dict[str, Any]:
     """Returns what a layer stores of a kernel `[inputs, features]`.
 
     Args:
         kernel: The kernel.
-        bits: As for `QuantizedWeight.of`.
+        bits: As for `QuantizedWeight.of`; None if inputs are to be quantized, too.
         group: As for `QuantizedWeight.of`.
         zero_points: As for `QuantizedWeight.of`.
         dtype: The layer's type of weights; int8 leaves it to `bits`.
@@ -45,6 +45,8 @@ def stored(
     Raises:
         ValueError: The type has another number of bits.
     """
+    if bits is None:
+        return _of_columns(kernel, dtype)
     if dtype == INT8:
         dtype = None
     elif widening.bits(dtype) != bits:
@@ -60,6 +62,8 @@ def stored(
 def stored_as(other: Mapping[str, Any], kernel: jax.Array) -> dict[str, Any]:
     """Returns what a layer stores of a kernel, of the types and groups of what it stores."""
     values, scale = other["values"], other["scale"]
+    if not is_stored(other):
+        return _of_columns(kernel, values.dtype)
     made = QuantizedWeight.of(
         kernel,
         bits=widening.bits(values.dtype),
@@ -71,16 +75,34 @@ def stored_as(other: Mapping[str, Any], kernel: jax.Array) -> dict[str, Any]:
     return {name: getattr(made, name) for name in other}
 
 
+def _of_columns(kernel: jax.Array, dtype: Any) -> dict[str, Any]:
+    return per_channel.quantize(kernel.swapaxes(-1, -2), dtype)._asdict()
+
+
 def is_stored(arrays: Mapping[str, Any]) -> bool:
     """Whether these are arrays of a record, and not of weights whose inputs are quantized, too."""
     return len(arrays["scale"].shape) == len(arrays["values"].shape)
 
 
-def record(arrays: Mapping[str, Any], dtype: Any) -> QuantizedWeight:
-    """Returns the record of what a layer stores.
+def dense(
+    promote: Callable[[Any], Sequence[Any]],
+    arrays: Mapping[str, Any],
+    dtype: Any,
+    residual: jax.Array | None,
+    options: dict[str, Any],
+) -> jax.Array:
+    """Computes what `fused.dense` does.
 
     Args:
-        arrays: The arrays that it stores, by name.
-        dtype: The type of the kernel that it stands for.
+        promote: Takes the kernel; returns inputs, kernel, and bias or None, in one type.
+        arrays: The arrays that the layer stores, by name.
+        dtype: The type of the kernel that they stand for, which has a say in that of the result.
+        residual: As for `gemm`.
+        options: As for `gemm`.
     """
-    return QuantizedWeight(**arrays, dtype=fused.layer_type("param_dtype", dtype))
+    if is_stored(arrays):
+        kernel = QuantizedWeight(**arrays, dtype=fused.layer_type("param_dtype", dtype))
+        return fused.dense(promote(kernel), residual, **options)
+    operands = promote(jnp.zeros((), dtype))
+    options = fused.with_result(operands, residual, options)
+    return per_channel.dense(operands[0], per_channel.Quantized(**arrays), operands[2], **options)

@@ -20,7 +20,6 @@ Where blocks of the factors have scales, XLA computes all of the derivative.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -44,10 +43,12 @@ from pallas_gemm.problem import OF_VALUE, SCALES, VALUES, Epilogue
 def _jvp(
     primals: Any, tangents: Any, *, call: Call, contraction: Contraction, **_: Any
 ) -> tuple[Any, Any]:
-    if call.epilogue.blocks:
-        return _jvp_in_blocks(call, contraction, primals, linear.changes(tangents))
-    given, moved = call.unpack(primals), call.unpack(linear.changes(tangents))
+    changes = linear.changes(tangents)
+    given, moved = call.unpack(primals), call.unpack(changes)
     check_weights(primals, moved)
+    if call.epilogue.blocks:
+        change = linear.change_by_xla(call, contraction.by_xla, primals, changes)
+        return linear.named(product(call, contraction, *primals)), change
     if needs_pre_activation(call.epilogue, moved):
         of_left = _left_change(pre_activation(call, moved), contraction, given, moved)
         pairs = []
@@ -73,15 +74,6 @@ def _jvp(
     if call.epilogue.activation is not None:
         change = jnp.where(result > 0, change, jnp.zeros_like(change))
     return result, change
-
-
-def _jvp_in_blocks(
-    call: Call, contraction: Contraction, primals: Any, tangents: Sequence[Any]
-) -> tuple[Any, Any]:
-    """Derives a product of factors whose blocks are scaled as XLA computes it."""
-    check_weights(primals, call.unpack(tangents))
-    change = linear.change_by_xla(call, contraction.by_xla, primals, tangents)
-    return linear.named(product(call, contraction, *primals)), change
 
 
 def check_weights(primals: Sequence[Any], moved: Operands) -> None:
@@ -184,20 +176,9 @@ def change_without_activation(
     terms = linear.affine_change(call, contraction, given, moved, of_left)
     shape = contraction.shape(given.a.shape, given.b.shape)
     given, moved = contraction.aligned(given), contraction.aligned(moved)
-    changes = _residual_change(call.epilogue, given, moved)
+    changes = linear.residual_change(call.epilogue, given, moved)
     terms += [jnp.broadcast_to(change, shape) for change in changes]
-    return functools.reduce(operator.add, terms).astype(call.out_dtype)
-
-
-def _residual_change(epilogue: Epilogue, given: Operands, moved: Operands) -> list[jax.Array]:
-    """Returns the terms, in float32, that residual and beta change."""
-    terms = []
-    if moved.residual is not None:
-        beta = given.beta if epilogue.beta is None else np.float32(epilogue.beta)
-        terms.append(moved.residual.astype(jnp.float32) * beta.astype(jnp.float32))
-    if moved.beta is not None:
-        terms.append(given.residual.astype(jnp.float32) * moved.beta.astype(jnp.float32))
-    return terms
+    return linear.total(terms).astype(call.out_dtype)
 
 
 def pre_activation(call: Call, moved: Operands, *, up: bool = False) -> Call:
@@ -252,14 +233,13 @@ def after_activation(
     # So that reverse mode keeps the pre-activations alone: else each layer of a scan, and XLA for
     # a `tanh`, keep arrays of float32 besides.
     @jax.checkpoint
-    def finish(sums: list[jax.Array], moving: dict[str, jax.Array]) -> jax.Array:
-        result = xla.finish(after, sums, Operands(None, None, **extras | moving))
+    def finish(*args: jax.Array) -> jax.Array:
+        named = dict(zip(after.operands, args[len(sums) :], strict=True))
+        result = xla.finish(after, args[: len(sums)], Operands(None, None, **named))
         return result.astype(call.out_dtype)
 
-    extras = {name: getattr(given, name) for name in after.operands}
-    moving = {name: change for name in extras if (change := getattr(moved, name)) is not None}
-    own = {name: extras[name] for name in moving}
-    return jax.jvp(finish, (sums, own), (changes, moving))
+    own, moving = ([getattr(x, name) for name in after.operands] for x in (given, moved))
+    return linear.derived(finish, [*sums, *own], [*changes, *moving])
 
 
 def _left_change(

@@ -142,8 +142,7 @@ def merged(call: Call, contraction: Contraction, signature: Signature) -> Merged
         signature: Shapes and types of its operands.
     """
     named = call.unpack(signature)
-    sizes = dict(zip(contraction.lhs, named.a[0], strict=True))
-    sizes |= dict(zip(contraction.rhs, named.b[0], strict=True))
+    sizes = contraction.sizes(named.a[0], named.b[0])
     widths = (named.a[1].itemsize, named.b[1].itemsize, call.out_dtype.itemsize)
     form = _cheapest(_candidates(contraction, sizes, call.epilogue), widths, contraction)
     merged_call = call.with_swapped_precision() if form.swapped else call

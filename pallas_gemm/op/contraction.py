@@ -114,7 +114,7 @@ class Contraction:
         """The product of the left operand and the result's cotangent: the right one's gradient."""
         return Contraction(self.lhs, self.out, self.rhs, lettered=self.lettered)
 
-    def sizes(self, lhs: Shape, rhs: Shape) -> dict[str, int]:
+    def sizes(self, lhs: Sequence[int], rhs: Sequence[int]) -> dict[str, int]:
         """Returns the size of each dimension for operands of these shapes."""
         return dict(zip(self.lhs + self.rhs, (*lhs, *rhs), strict=True))
 
@@ -216,19 +216,11 @@ class Contraction:
     def _without_blocks(self, call: Call, given: Operands) -> tuple[Call, Operands]:
         """Returns the call for factors whose blocks are scaled, and its operands."""
 
-        def scaled(factor: str, letters: str, x: jax.Array) -> jax.Array:
-            scale, zeros = (
-                value
-                if (value := getattr(given, name, None)) is None
-                else _aligned(value.astype(x.dtype), getattr(self, name), letters)
-                for name in (f"{factor}_blocks", f"{factor}_zeros")
-            )
-            x = x if zeros is None else x - zeros
-            return x if scale is None else x * scale
+        def spread(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
+            letters = self.lhs if name == "row_blocks" else self.rhs
+            return _aligned(value.astype(x.dtype), getattr(self, name), letters)
 
-        each = (("row", self.lhs), ("col", self.rhs), ("up", self.rhs))
-        scalings = [functools.partial(scaled, *own) for own in each]
-        return xla.scaled_factors(call, given, *scalings)
+        return xla.scaled_factors(call, given, spread)
 
     def _dot(
         self, call: Call, a: jax.Array, b: jax.Array, out_dtype: Any, spec: Any = None

@@ -74,13 +74,9 @@ class Function:
     @functools.cache  # noqa: B019
     def derivative_needs_sums(self, moved: tuple[bool, ...]) -> bool:
         """Whether the derivative along what moves, the sums first, depends on the sums."""
-        moving = [x for x, is_moved in zip(self.types, moved, strict=True) if is_moved]
-
-        def change(*args: Any) -> Any:
-            own, changes = args[: len(moved)], args[len(moved) :]
-            return changed(self, own, moved, changes)[1]
-
-        whole = flat.flat(jax.make_jaxpr(change)(*self.types, *moving))
+        moving = [x if is_moved else None for x, is_moved in zip(self.types, moved, strict=True)]
+        change = functools.partial(linear.derived, self)
+        whole = flat.flat(jax.make_jaxpr(lambda *args: change(*args)[1])(self.types, moving))
         needed = {x for x in whole.outputs if isinstance(x, int)}
         for equation in reversed(whole.equations):
             if needed & set(equation.outputs):
@@ -115,12 +111,11 @@ class Function:
 
         # What the derivative computes of the sums again is not kept beside them.
         @functools.partial(jax.checkpoint, policy=jax.checkpoint_policies.nothing_saveable)
-        def change(sums: Any, own: Any, moving: Any) -> Any:
+        def change(sums: Any, own: Any, changes: Any) -> Any:
             wide = [x.astype(self.types[0].dtype) for x in sums]
-            return changed(finished or self, (*wide, *own), moved, moving)[1]
+            return linear.derived(finished or self, (*wide, *own), changes)[1]
 
-        moving = [x for x in changes if x is not None]
-        return list(map(linear.named, results)), change(sums, given, moving)
+        return list(map(linear.named, results)), change(sums, given, changes)
 
 
 def traced(function: Callable[..., Any], *types: Any, sums: int = 1) -> Function:
@@ -134,21 +129,3 @@ def traced(function: Callable[..., Any], *types: Any, sums: int = 1) -> Function
 
 def _with_axis(x: jax.ShapeDtypeStruct, size: int, axis: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((*x.shape[:axis], size, *x.shape[axis:]), x.dtype)
-
-
-def changed(
-    function: Callable[..., list[Any]],
-    own: Sequence[Any],
-    moved: Sequence[bool],
-    changes: Sequence[Any],
-) -> tuple[Any, Any]:
-    """Returns the function's results, and how they change with those of its arguments that move."""
-    still = [None if is_moved else x for x, is_moved in zip(own, moved, strict=True)]
-    moving = [x for x, is_moved in zip(own, moved, strict=True) if is_moved]
-
-    def of_moving(*moving: Any) -> Any:
-        left = iter(moving)
-        args = [next(left) if is_moved else x for x, is_moved in zip(still, moved, strict=True)]
-        return function(*args)
-
-    return jax.jvp(of_moving, tuple(moving), tuple(changes))

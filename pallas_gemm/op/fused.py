@@ -21,10 +21,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
-from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature
-from pallas_gemm.call import signature_of as signature_of
+from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature, signature_of
 from pallas_gemm.kernels.functions.split import Split, split
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import fronted, one_by_one, with_dimension
@@ -41,8 +40,7 @@ from pallas_gemm.op.mesh.fused_partition import (
     shared_program,
 )
 from pallas_gemm.op.mesh.parts import told_apart
-from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
-from pallas_gemm.op.product import squeezed as squeezed
+from pallas_gemm.op.product import computed_by, give_rules, lower_by, product
 from pallas_gemm.op.projections import projections
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.dispatch import Decision
@@ -62,21 +60,24 @@ def fused(
         function: The function of the sums.
         *operands: The factors, their scales, then what the function takes.
     """
-    given = equally_varying(operands)
-    devices = mesh_context.device_request(call, given)
-    return fused_p.bind(
-        *given, call=call, contraction=contraction, function=function, devices=devices
-    )
+    how = {"call": call, "contraction": contraction, "function": function}
+    return computed_by(fused_p, call, operands, **how)
 
 
 def apart(
-    call: Call, contraction: Contraction, function: Function, *operands: jax.Array
+    call: Call,
+    contraction: Contraction,
+    function: Function,
+    *operands: jax.Array,
+    multiply: Callable[..., jax.Array] = product,
 ) -> list[jax.Array]:
     """Computes the product, then the function by XLA."""
     factors, given = factors_of(call, operands)
     each = each_sum(call, contraction, factors, function.rounds_to or call.out_dtype)
-    sums = [product(own, dims, *x.present()).astype(call.out_dtype) for own, dims, x in each]
-    return function(*_joined(function, sums), *given)
+    sums = [multiply(own, dims, *x.present()).astype(call.out_dtype) for own, dims, x in each]
+    # None of the dimensions that a function takes are cut.
+    whole = (joined(x, own.shape) for x, own in zip(sums, function.types, strict=False))
+    return function(*whole, *given)
 
 
 def factors_of(call: Call, operands: Sequence[Any]) -> tuple[Sequence[Any], Sequence[Any]]:
@@ -89,20 +90,9 @@ def each_sum(
     call: Call, contraction: Contraction, factors: Sequence[Any], dtype: Any
 ) -> list[tuple[Call, Contraction, Operands]]:
     """Returns the product that each sum is, in a type: what it takes of factors and scales."""
-    plain, given = call.sums(dtype), call.unpack(factors)
-    return [
-        (
-            plain,
-            contraction.of_up if up else contraction,
-            given.of_sum(plain.epilogue.operands, up=up),
-        )
-        for up in (False, True)[: 1 + call.epilogue.gated]
-    ]
-
-
-def _joined(function: Function, sums: Sequence[jax.Array]) -> list[jax.Array]:
-    """Returns sums in the shape that a function takes, where none of its dimensions are cut."""
-    return [joined(x, own.shape) for x, own in zip(sums, function.types, strict=False)]
+    plain, dims = call.sums(dtype), (contraction, contraction.of_up)
+    each = call.each_sum(call.unpack(factors))
+    return [(plain, own, x) for own, x in zip(dims, each, strict=False)]
 
 
 class Fused(NamedTuple):
@@ -171,7 +161,7 @@ def _plan(
     if is_turned(matrices.form):
         return NOT_IN_ORDER
     fused_call = matrices.call.with_program(parts.program)
-    own = (*matrices.signature, *signature_of(tuple(parts.types())))
+    own = (*matrices.signature, *signature_of(parts.types()))
     if function.otherwise is not None and (why := dispatch.why_impossible(fused_call, own)):
         return why
     decision = dispatch.decide(fused_call, own)
@@ -182,23 +172,17 @@ def _plan(
 def _abstract(
     *avals: Any, call: Call, contraction: Contraction, function: Function, **_: Any
 ) -> Any:
-    return _types(call, contraction, function, avals), effects(call, contraction, function, avals)
-
-
-@functools.lru_cache(maxsize=4096)
-def _types(
-    call: Call, contraction: Contraction, function: Function, avals: tuple[Any, ...]
-) -> list[Any]:
-    by_xla = functools.partial(_by_xla, contraction, function, call)
-    return jax.make_jaxpr(by_xla)(*avals).out_avals
+    types = lowering.types_by(avals, _by_xla, contraction, function, call)
+    return types, effects(call, contraction, function, avals)
 
 
 def _by_xla(contraction: Contraction, function: Function, call: Call, *operands: Any) -> list[Any]:
     """Computes it as JAX would."""
-    factors, given = factors_of(call, operands)
-    each = each_sum(call, contraction, factors, call.out_dtype)
-    sums = [dims.by_xla(own, *x.present()) for own, dims, x in each]
-    return function(*_joined(function, sums), *given)
+
+    def multiply(own: Call, dims: Contraction, *factors: Any) -> jax.Array:
+        return dims.by_xla(own, *factors)
+
+    return apart(call, contraction, function, *operands, multiply=multiply)
 
 
 def effects(call: Call, contraction: Contraction, function: Function, avals: Any) -> Any:
@@ -242,7 +226,7 @@ def _lowered(
         else:
             run = functools.partial(_shared, call, contraction, function, parts)
         return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)
-    run = _run(call, contraction, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
+    run = _run(call, contraction, function, signature_of(ctx.avals_in), gpu=gpu)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
@@ -287,7 +271,7 @@ def _changes_of_sums(
         dims = [contraction] * function.sums
         of_left = projections(plain, dims, da, [(b,) for b in rights])
     return [
-        _sum([term, None if db is None else product(plain, contraction, a, db)])
+        linear.total([term, None if db is None else product(plain, contraction, a, db)])
         for term, db in zip(of_left, of_rights, strict=True)
     ]
 
@@ -305,12 +289,6 @@ def _changes_in_blocks(
             change = linear.change_by_xla(own, dims.by_xla, x.present(), tangents)
         found.append(change if change is None else joined(change, function.types[0].shape))
     return found
-
-
-def _sum(terms: Sequence[Any]) -> Any:
-    """Adds up the terms that there are; None if there is none."""
-    there = [x for x in terms if x is not None]
-    return sum(there[1:], there[0]) if there else None
 
 
 def _transpose(
@@ -372,9 +350,5 @@ def _batch(
     return results, [0] * len(results)
 
 
-run_as_jax_does(fused_p)
-ad.primitive_jvps[fused_p] = _jvp
-ad.primitive_transposes[fused_p] = _transpose
-batching.primitive_batchers[fused_p] = _batch
-mlir.register_lowering(fused_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(fused_p, functools.partial(_lowered, gpu=True), platform="cuda")
+give_rules(fused_p, jvp=_jvp, transpose=_transpose, batch=_batch)
+lower_by(fused_p, _lowered)

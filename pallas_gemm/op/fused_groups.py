@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import GroupedCall, Operands, Signature, signature_of
 from pallas_gemm.kernels.functions.axes import Names
@@ -25,10 +25,10 @@ from pallas_gemm.kernels.functions.split import Split, split
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.function_of_sums import Function
-from pallas_gemm.op.grouped import grouped
+from pallas_gemm.op.grouped import changes_of_sums, grouped
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import program_kernel_p, refuse_unpromised
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import computed_by, give_rules, lower_by
 from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.dispatch import Decision
@@ -99,9 +99,7 @@ class Given(NamedTuple):
 
     def each_sum(self, call: GroupedCall, dtype: Any) -> list[tuple[GroupedCall, tuple[Any, ...]]]:
         """Returns the product that each sum is, in a type, and its operands."""
-        plain = call.sums(dtype)
-        every = (False, True)[: 1 + call.epilogue.gated]
-        each = (self.factors.of_sum(plain.epilogue.operands, up=up) for up in every)
+        plain, each = call.sums(dtype), call.each_sum(self.factors)
         return [(plain, plain.packed(own, self.sizes)) for own in each]
 
 
@@ -113,9 +111,7 @@ def fused_groups(call: GroupedCall, function: OfRows, *operands: jax.Array) -> l
         function: The function of the sums.
         *operands: The factors, the sizes, scales of blocks, then what the function takes.
     """
-    devices = mesh_context.device_request(call, operands)
-    given = equally_varying(operands)
-    return fused_groups_p.bind(*given, call=call, function=function, devices=devices)
+    return computed_by(fused_groups_p, call, operands, call=call, function=function)
 
 
 def apart(
@@ -215,7 +211,7 @@ def _plan(call: GroupedCall, function: OfRows, signature: Signature) -> FusedGro
     shapes = [jax.ShapeDtypeStruct(*x) for x in given.others]
     of_rows = function.function.types[function.sums :]
     ready = jax.eval_shape(functools.partial(_prepared, parts, places), shapes, of_rows)
-    own = (*call.packed(given.factors, given.sizes), *signature_of(tuple(ready)))
+    own = (*call.packed(given.factors, given.sizes), *signature_of(ready))
     fused_call = call.with_program(program)
     decision = dispatch.decide(fused_call, own)
     return FusedGroups(function, parts, places, fused_call, own, decision)
@@ -225,13 +221,11 @@ def _plan(call: GroupedCall, function: OfRows, signature: Signature) -> FusedGro
 def _abstract(*avals: Any, call: GroupedCall, function: OfRows, **_: Any) -> Any:
     given = signature_of(avals)
     run = functools.partial(_run, call, function, given, gpu=False)
-    return _types(call, function, avals), lowering.effects_of(call, run, given)
+    types = lowering.types_by(avals, _by_jax, call, function)
+    return types, lowering.effects_of(call, run, given)
 
 
-@functools.lru_cache(maxsize=4096)
-def _types(call: GroupedCall, function: OfRows, avals: tuple[Any, ...]) -> list[Any]:
-    by_jax = functools.partial(apart, call, function, multiply=xla_groups.by_jax)
-    return jax.make_jaxpr(by_jax)(*avals).out_avals
+_by_jax = functools.partial(apart, multiply=xla_groups.by_jax)
 
 
 def _run(
@@ -255,7 +249,7 @@ def _lowered(
 ) -> Any:
     del devices  # The products learn them.
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        run = _run(call, function, signature_of(tuple(ctx.avals_in)), gpu=gpu)
+        run = _run(call, function, signature_of(ctx.avals_in), gpu=gpu)
         return mesh_context.lower_off_mesh(ctx, run, operands)
     lowering.refuse_simulation(call)
     refuse_unpromised(call, "devices share the rows in groups")
@@ -284,22 +278,19 @@ def _jvp(
 def _changes_of_sums(call: GroupedCall, given: Given, moves: Given) -> list[Any]:
     """Returns how each sum changes with its factors and scales; None where it does not."""
     found: list[Any] = []
-    each = given.each_sum(call, np.float32)
-    for up, (own, operands) in enumerate(each):
-        x = given.factors.of_sum(own.epilogue.operands, up=up > 0)
-        dx = moves.factors.of_sum(own.epilogue.operands, up=up > 0)
+    each = map(call.each_sum, (given.factors, moves.factors))
+    for x, dx in zip(*each, strict=True):
         if call.epilogue.blocks:
             pairs = zip(x, dx, strict=True)
             a, b, *scales = (t for own_x, t in pairs if own_x is not None)
             tangents, change = (a, b, None, *scales), None
             if any(t is not None for t in tangents):
-                change = linear.change_by_xla(own, xla_groups.by_jax, operands, tangents)
+                plain = call.sums(np.float32)
+                operands = plain.packed(x, given.sizes)
+                change = linear.change_by_xla(plain, xla_groups.by_jax, operands, tangents)
             found.append(change)
             continue
-        plain = call.plain(np.float32)
-        terms = [] if dx.a is None else [grouped(plain, dx.a, x.b, given.sizes)]
-        terms += [] if dx.b is None else [grouped(plain, x.a, dx.b, given.sizes)]
-        found.append(sum(terms[1:], terms[0]) if terms else None)
+        found.append(linear.total(changes_of_sums(call, x, dx, given.sizes)))
     return found
 
 
@@ -315,8 +306,5 @@ def _batch(
     return results, [0] * len(results)
 
 
-run_as_jax_does(fused_groups_p)
-ad.primitive_jvps[fused_groups_p] = _jvp
-batching.primitive_batchers[fused_groups_p] = _batch
-mlir.register_lowering(fused_groups_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(fused_groups_p, functools.partial(_lowered, gpu=True), platform="cuda")
+give_rules(fused_groups_p, jvp=_jvp, batch=_batch)
+lower_by(fused_groups_p, _lowered)

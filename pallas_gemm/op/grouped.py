@@ -18,9 +18,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
-from pallas_gemm.call import GroupedCall, signature_of
+from pallas_gemm.call import GroupedCall, Operands, signature_of
 from pallas_gemm.kernels import groups
 from pallas_gemm.kernels.element_types import is_widened
 from pallas_gemm.op import linear, lowering
@@ -29,7 +29,7 @@ from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.contraction import normal_dimension_numbers
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.grouped_partition import grouped_part_p, shared_groups
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import computed_by, give_rules, lower_by
 from pallas_gemm.planning import numerics
 from pallas_gemm.planning.by_xla import xla, xla_groups
 from pallas_gemm.problem import SCALES
@@ -102,14 +102,13 @@ def form_of(numbers: Any, lhs_rank: int, rhs_rank: int) -> tuple[bool, bool] | N
 
 def grouped(call: GroupedCall, *operands: jax.Array) -> jax.Array:
     """Computes a product of groups."""
-    devices = mesh_context.device_request(call, operands)
-    return grouped_p.bind(*equally_varying(operands), call=call, devices=devices)
+    return computed_by(grouped_p, call, operands, call=call)
 
 
 @grouped_part_p.def_effectful_abstract_eval
 @grouped_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: GroupedCall, **_: Any) -> Any:
-    result = lowering.type_by(xla_groups.by_jax, call, avals)
+    result = lowering.types_by(avals, xla_groups.by_jax, call)[0]
     return result, lowering.effects(call, signature_of(avals))
 
 
@@ -144,7 +143,8 @@ def _lowered_part(
         otherwise = functools.partial(_of_matrices, _part, again)
     else:
         otherwise = functools.partial(xla_groups.by_tiles, call)
-    return lowering.lower_matrices(ctx, operands, call, otherwise, gpu=gpu)
+    kernel = lowering.kernel_of(lowering.planned(call, gpu), signature_of(ctx.avals_in))
+    return mesh_context.lower_off_mesh(ctx, kernel or otherwise, operands)
 
 
 def _has_few_bits(call: GroupedCall, operands: Sequence[Any]) -> bool:
@@ -165,29 +165,31 @@ def _part(call: GroupedCall, *operands: jax.Array) -> jax.Array:
 
 
 def _jvp(primals: Any, tangents: Any, *, call: GroupedCall, **_: Any) -> tuple[Any, Any]:
+    changes, given = linear.changes(tangents), call.unpack(primals)
+    moved = call.unpack(changes)
     in_groups = call.contracted and call.epilogue.blocks
     if in_groups or _has_few_bits(call, primals):
-        check_weights(primals, call.unpack(linear.changes(tangents)))
+        check_weights(primals, moved)
         by_matrices = functools.partial(_of_matrices, grouped, call)
-        change = linear.change_by(by_matrices, primals, linear.changes(tangents))
+        change = linear.change_by(by_matrices, primals, changes)
         return linear.named(grouped(call, *primals)), change
     if call.epilogue.blocks:
-        change = linear.change_by_xla(call, xla_groups.by_jax, primals, linear.changes(tangents))
+        change = linear.change_by_xla(call, xla_groups.by_jax, primals, changes)
         return linear.named(grouped(call, *primals)), change
     if not call.epilogue.is_identity:
-        return _jvp_of_epilogue(call, primals, linear.changes(tangents))
+        return _jvp_of_epilogue(call, primals, changes)
     result = linear.named(grouped(call, *primals))
-    terms = _changes_of_sums(call, primals, linear.changes(tangents))
+    terms = changes_of_sums(call, given, moved, call.sizes(primals))
     return result, linear.rounded_sum(terms, result)
 
 
-def _changes_of_sums(call: GroupedCall, given: Any, moved: Any) -> list[jax.Array]:
+def changes_of_sums(
+    call: GroupedCall, given: Operands, moved: Operands, sizes: Any
+) -> list[jax.Array]:
     """Returns the products by which the sums of a call change, which are added up."""
-    (a, b), sizes = call.unpack(given)[:2], call.sizes(given)
-    da, db = call.unpack(moved)[:2]
     plain = call.plain(jnp.float32)
-    terms = [] if da is None else [grouped(plain, da, b, sizes)]
-    return terms + ([] if db is None else [grouped(plain, a, db, sizes)])
+    terms = [] if moved.a is None else [grouped(plain, moved.a, given.b, sizes)]
+    return terms + ([] if moved.b is None else [grouped(plain, given.a, moved.b, sizes)])
 
 
 def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[Any, Any]:
@@ -204,17 +206,9 @@ def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[A
         return result, _affine_change(call, given, moved, result)
     is_scaled = call.epilogue.alpha != 1 or any("scale" in x for x in call.epilogue.operands)
     kept = linear.kept_sums_dtype if is_scaled else linear.kept_dtype
-    places = [place for place, change in enumerate(moved) if change is not None]
-
-    def alone(*own: jax.Array) -> jax.Array:
-        operands = list(given)
-        for place, x in zip(places, own, strict=True):
-            operands[place] = x
-        dtype = None if is_affine else kept(call.out_dtype)
-        return xla_groups.finished(call, _plainly, *operands, dtype=dtype)
-
-    changes = [moved[place] for place in places]
-    result, change = jax.jvp(alone, [given[place] for place in places], changes)
+    dtype = None if is_affine else kept(call.out_dtype)
+    alone = functools.partial(xla_groups.finished, call, _plainly, dtype=dtype)
+    result, change = linear.derived(alone, given, moved)
     # What is promised of the result holds where it is derived, too.
     is_kernels = is_affine or call.options.numerics is not None
     return linear.named(grouped(call, *given) if is_kernels else result), change
@@ -225,15 +219,16 @@ def _affine_change(call: GroupedCall, given: Any, moved: Any, result: jax.Array)
     own, changed = call.unpack(given), call.unpack(moved)
     # In place of the sums, of which nothing but the type counts.
     sums = result.astype(xla.wide_dtype(own.a.dtype, own.b.dtype, call.out_dtype))
-    names = [name for name in call.epilogue.operands if getattr(changed, name) is not None]
-    change = linear.rounded_sum(_changes_of_sums(call, given, moved), sums)
+    names = call.epilogue.operands
+    sizes = call.sizes(given)
+    change = linear.rounded_sum(changes_of_sums(call, own, changed, sizes), sums)
 
     def finish(sums: jax.Array, *extras: jax.Array) -> jax.Array:
-        named = own._replace(**dict(zip(names, extras, strict=True)))
-        return xla_groups.applied(call, [sums], named, call.sizes(given))
+        named = Operands(None, None, **dict(zip(names, extras, strict=True)))
+        return xla_groups.applied(call, [sums], named, sizes)
 
     primals, changes = ([getattr(x, name) for name in names] for x in (own, changed))
-    return jax.jvp(finish, (sums, *primals), (change, *changes))[1]
+    return linear.derived(finish, (sums, *primals), (change, *changes))[1]
 
 
 def _plainly(call: GroupedCall, *operands: jax.Array) -> jax.Array:
@@ -250,24 +245,20 @@ def _transpose(
     wanted = (a if left else b).aval
     if isinstance(cotangent, ad.Zero):
         return [ad.Zero(wanted) if own else None for own in (*missing, False)]
-    other = b if left else a
-    unit = linear.unit_of([cotangent], [other], wanted.dtype)
-    g, other = linear.for_gradient(cotangent, other, wanted.dtype, unit)
 
-    def product(a: Any, b: Any, **form: Any) -> jax.Array:
-        plain = dataclasses.replace(
-            call.plain(linear.dtype_of_gradient(wanted.dtype, unit)), **form
-        )
-        plain = numerics.resolved_groups(plain, a, b)
-        return linear.times_unit(grouped(plain, a, b, sizes), unit).astype(wanted.dtype)
+    def compute(dtype: Any, g: jax.Array, other: jax.Array) -> jax.Array:
+        plain, pair = call.plain(dtype), (g, other)
+        if call.contracted:
+            pair = other, g
+            plain = dataclasses.replace(plain, contracted=False, transpose_b=left)
+        elif left:
+            plain = dataclasses.replace(plain, transpose_b=not call.transpose_b)
+        else:
+            pair = pair if call.transpose_b else pair[::-1]
+            plain = dataclasses.replace(plain, contracted=True, transpose_b=False)
+        return grouped(numerics.resolved_groups(plain, *pair), *pair, sizes)
 
-    if call.contracted:
-        result = product(other, g, contracted=False, transpose_b=left)
-    elif left:
-        result = product(g, other, transpose_b=not call.transpose_b)
-    else:
-        pair = (g, other) if call.transpose_b else (other, g)
-        result = product(*pair, contracted=True, transpose_b=False)
+    result = linear.gradient_by(compute, [(cotangent, b if left else a)], wanted.dtype)
     return [result if own else None for own in (*missing, False)]
 
 
@@ -303,10 +294,6 @@ def _groups_of_groups(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.
     return jnp.where(row < ends[:, -1:, None], result, jnp.zeros_like(result))
 
 
-run_as_jax_does(grouped_p)
-ad.primitive_jvps[grouped_p] = _jvp
-ad.primitive_transposes[grouped_p] = _transpose
-batching.primitive_batchers[grouped_p] = _batch
-for _primitive, _rule in ((grouped_p, _lowered), (grouped_part_p, _lowered_part)):
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")
+give_rules(grouped_p, jvp=_jvp, transpose=_transpose, batch=_batch)
+lower_by(grouped_p, _lowered)
+lower_by(grouped_part_p, _lowered_part)

@@ -9,6 +9,7 @@ kernel for mixed types: a float32 cotangent becomes bfloat16 beside a bfloat16 o
 
 import functools
 import math
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -36,10 +37,10 @@ def named(result: jax.Array) -> jax.Array:
     return checkpoint_name(result, OUT_NAME)
 
 
-def change_by(
-    function: Callable[..., jax.Array], primals: Sequence[Any], tangents: Sequence[Any]
-) -> jax.Array:
-    """Returns how the result of a function changes. Nothing but the operands is kept for it.
+def derived(
+    function: Callable[..., Any], primals: Sequence[Any], tangents: Sequence[Any]
+) -> tuple[Any, Any]:
+    """Returns the results of a function, and how they change with those of its operands that do.
 
     Args:
         function: The function.
@@ -48,13 +49,19 @@ def change_by(
     """
     places = [i for i, change in enumerate(tangents) if change is not None]
 
-    @jax.checkpoint
-    def of_moving(*moving: jax.Array) -> jax.Array:
+    def of_moving(*moving: Any) -> Any:
         every = dict(enumerate(primals)) | dict(zip(places, moving, strict=True))
         return function(*every.values())
 
     moving, changes = ([of[i] for i in places] for of in (primals, tangents))
-    return jax.jvp(of_moving, moving, changes)[1]
+    return jax.jvp(of_moving, moving, changes)
+
+
+def change_by(
+    function: Callable[..., jax.Array], primals: Sequence[Any], tangents: Sequence[Any]
+) -> jax.Array:
+    """Returns how the result of a function changes. Nothing but the operands is kept for it."""
+    return derived(jax.checkpoint(function), primals, tangents)[1]
 
 
 def transposed(
@@ -88,9 +95,8 @@ def change_by_xla(
     Raises:
         ValueError: Something is promised of it.
     """
-    if (promised := call.options.numerics) is not None:
-        why = "XLA derives a product whose factors have scales of blocks, or are of few bits"
-        raise ValueError(numerics.why_not_kept(promised, why))
+    why = "XLA derives a product whose factors have scales of blocks, or are of few bits"
+    numerics.refuse_promised(call.options, why)
     return change_by(functools.partial(by_xla, call), primals, tangents)
 
 
@@ -126,17 +132,31 @@ def affine_change(
     return terms
 
 
-def rounded_sum(terms: list[jax.Array], like: jax.Array) -> Any:
+def residual_change(epilogue: Epilogue, given: Operands, moved: Operands) -> list[jax.Array]:
+    """Returns the terms, in float32, that a residual and its factor change."""
+    terms = []
+    if moved.residual is not None:
+        beta = given.beta if epilogue.beta is None else np.float32(epilogue.beta)
+        terms.append(moved.residual.astype(jnp.float32) * beta.astype(jnp.float32))
+    if moved.beta is not None:
+        terms.append(given.residual.astype(jnp.float32) * moved.beta.astype(jnp.float32))
+    return terms
+
+
+def total(terms: Sequence[Any]) -> Any:
+    """Adds up the terms that there are; None if there is none."""
+    there = [x for x in terms if x is not None]
+    return functools.reduce(operator.add, there) if there else None
+
+
+def rounded_sum(terms: Sequence[jax.Array], like: jax.Array) -> Any:
     """Adds up terms of a change, rounds the sum to the type of a result; without terms it is 0."""
-    if not terms:
+    if (found := total(terms)) is None:
         return jnp.zeros_like(like)
-    total = terms[0]
-    for term in terms[1:]:
-        total = total + term
-    if total.shape != like.shape:
+    if found.shape != like.shape:
         # All of them are of operands that several products share.
-        total = jnp.broadcast_to(total, like.shape)
-    return total.astype(like.dtype)
+        found = jnp.broadcast_to(found, like.shape)
+    return found.astype(like.dtype)
 
 
 def kept_dtype(out_dtype: Any) -> np.dtype:
@@ -188,63 +208,68 @@ def gradient(
     """
     if isinstance(cotangent, ad.Zero):
         return ad.Zero(wanted)
-    unit = unit_of([cotangent], [other], wanted.dtype)
-    g, other = for_gradient(cotangent, other, wanted.dtype, unit)
-    plain = call.plain(dtype_of_gradient(wanted.dtype, unit), call.epilogue.alpha)
-    dims, pair = (contraction.of_left, (g, other)) if left else (contraction.of_right, (other, g))
-    sizes = dims.sizes(*(x.shape for x in pair))
-    n, k = (math.prod(sizes[x] for x in own) for own in (dims.columns, dims.contracted))
-    if left:
-        plain = numerics.resolved_call(plain, n, k, g.dtype)
-    else:
-        plain = numerics.over_rows(plain, k, g.dtype)
-    return times_unit(product(plain, dims, *pair), unit).astype(wanted.dtype)
+
+    def compute(dtype: np.dtype, g: jax.Array, other: jax.Array) -> jax.Array:
+        plain = call.plain(dtype, call.epilogue.alpha)
+        dims, pair = contraction.of_right, (other, g)
+        if left:
+            dims, pair = contraction.of_left, (g, other)
+        sizes = dims.sizes(*(x.shape for x in pair))
+        n, k = (math.prod(sizes[x] for x in own) for own in (dims.columns, dims.contracted))
+        if left:
+            plain = numerics.resolved_call(plain, n, k, g.dtype)
+        else:
+            plain = numerics.over_rows(plain, k, g.dtype)
+        return product(plain, dims, *pair)
+
+    return gradient_by(compute, [(cotangent, other)], wanted.dtype)
 
 
-def for_gradient(
-    g: jax.Array, other: jax.Array, wanted: Any, unit: Any = None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns a cotangent and an operand in a type that both can be multiplied in.
+def gradient_by(
+    compute: Callable[..., jax.Array], pairs: Sequence[tuple[Any, Any]], wanted: Any
+) -> jax.Array:
+    """Returns a gradient, the sum of products of cotangents with other factors.
+
+    Cotangents of float32 are divided by their unit before, and the sum is multiplied by it.
+
+    Args:
+        compute: Computes the sum in a type, of pairs that can be multiplied, one after the other.
+        pairs: The cotangent and the other factor of each product.
+        wanted: The type of the gradient.
+    """
+    unit, dtype, factors = _unit_of(pairs, wanted), kept_dtype(wanted), []
+    for g, other in pairs:
+        own = _multiplied_in(other.dtype, wanted)
+        factors += [(g if unit is None else g / unit).astype(own), other.astype(own)]
+    if unit is None:
+        return compute(dtype, *factors).astype(wanted)
+    return (compute(np.dtype(np.float32), *factors) * unit).astype(wanted)
+
+
+def _multiplied_in(other: Any, wanted: Any) -> np.dtype:
+    """Returns the type of both factors of a gradient, given those of the other one and of it.
 
     The gradient of a float32 factor beside one of 16 bits has operands of float32, which are cast
     as the precision of the product says.
     """
-    dtype = _multiplied_in(other.dtype, wanted)
-    g = g if unit is None else g / unit
-    return g.astype(dtype), other.astype(dtype)
-
-
-def _multiplied_in(other: Any, wanted: Any) -> np.dtype:
-    """Returns the type of both factors of a gradient, given those of the other one and of it."""
     if wanted == np.float32:
         return np.dtype(np.float32)
     narrow = wanted if wanted.itemsize == 2 else np.dtype(jnp.bfloat16)
     return narrow if other.itemsize == 1 else other
 
 
-def unit_of(cotangents: Sequence[jax.Array], others: Sequence[jax.Array], wanted: Any) -> Any:
+def _unit_of(pairs: Sequence[tuple[jax.Array, jax.Array]], wanted: Any) -> Any:
     """Returns a power of two by which cotangents of float32 are divided; None if they are not.
 
     They are where both factors become float16. Scales of weights in 8 bits may make them smaller
     than what that holds, and a scaled loss larger.
     """
-    pairs = zip(cotangents, others, strict=True)
     if not any(
         g.dtype == np.float32 and _multiplied_in(other.dtype, wanted) == np.float16
         for g, other in pairs
     ):
         return None
-    each = [jnp.max(jnp.abs(g), initial=0).astype(np.float32) for g in cotangents]
+    each = [jnp.max(jnp.abs(g), initial=0).astype(np.float32) for g, _ in pairs]
     largest = lax.stop_gradient(functools.reduce(jnp.maximum, each))
     power = lax.reduce_precision(largest, exponent_bits=8, mantissa_bits=0)
     return jnp.where(jnp.isfinite(power) & (power > 0), power, 1)
-
-
-def dtype_of_gradient(wanted: Any, unit: Any) -> np.dtype:
-    """Returns the type of a product that is a gradient; divided cotangents make float32."""
-    return kept_dtype(wanted) if unit is None else np.dtype(np.float32)
-
-
-def times_unit(gradient: jax.Array, unit: Any) -> jax.Array:
-    """Returns a gradient of cotangents that were divided by a unit."""
-    return gradient if unit is None else gradient * unit

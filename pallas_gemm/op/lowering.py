@@ -5,24 +5,23 @@ choice between a kernel and XLA's product is made for the part of one device alo
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
 
-from pallas_gemm.call import Call, GroupedCall, Signature, SymmetricCall
+from pallas_gemm.call import Call, GroupedCall, Signature, signature_of
 from pallas_gemm.op import kept_kernels, stored
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context, partition
 from pallas_gemm.op.mesh.parts import part_p
-from pallas_gemm.op.product import product_p
+from pallas_gemm.op.product import lower_by, product_p
 from pallas_gemm.planning import dispatch, ignored, implementation, numerics, targeting
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.planning.by_xla import xla, xla_groups
@@ -41,21 +40,21 @@ kernel_p = core.Primitive("pallas_gemm_kernel")
 @whole_p.def_effectful_abstract_eval
 @product_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: Call, contraction: Contraction, **_: Any) -> Any:
-    result = type_by(contraction.by_xla, call, avals)
-    return result, effects(*merged(call, contraction, _signature(avals))[:2])
+    result = types_by(avals, contraction.by_xla, call)[0]
+    return result, effects(*merged(call, contraction, signature_of(avals))[:2])
 
 
 @functools.lru_cache(maxsize=4096)
-def type_by(by_xla: Callable[..., Any], call: Call, avals: tuple[Any, ...]) -> Any:
-    """Returns the type of what XLA computes, with its sharding and manual axes."""
-    return jax.make_jaxpr(functools.partial(by_xla, call))(*avals).out_avals[0]
+def types_by(avals: tuple[Any, ...], by_xla: Callable[..., Any], *static: Any) -> list[Any]:
+    """Returns the types of what XLA computes, with shardings and manual axes."""
+    return jax.make_jaxpr(functools.partial(by_xla, *static))(*avals).out_avals
 
 
 @kernel_p.def_effectful_abstract_eval
 def _abstract_kernel(*avals: Any, call: Call, decision: Decision, **_: Any) -> Any:
     assert decision.plan is not None
     (result,) = mesh_context.types_off_mesh((decision.plan.realigned.out_shape, call.out_dtype))
-    return result, effects(call, _signature(avals))
+    return result, effects(call, signature_of(avals))
 
 
 @functools.lru_cache(maxsize=4096)
@@ -76,10 +75,6 @@ def effects_of(call: Call, made: Callable[[], Callable[..., Any]], signature: Si
     with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
         operands = [jax.ShapeDtypeStruct(*operand) for operand in signature]
         return jax.make_jaxpr(made())(*operands).effects - inside
-
-
-def _signature(avals: Any) -> Signature:
-    return tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals)
 
 
 def _lowered(
@@ -110,7 +105,7 @@ def _lowered_in_place(
     A kernel reads an operand as it is stored, where the program transposes it just before.
     """
     platforms = tuple(ctx.platforms or ctx.module_context.platforms)
-    given, places, gpu = _signature(ctx.avals_in), (), platforms == ("cuda",)
+    given, places, gpu = signature_of(ctx.avals_in), (), platforms == ("cuda",)
     if mesh_context.is_one_devices(ctx.module_context.axis_context) and len(platforms) == 1:
         turned = [_turned(x, shape) for x, (shape, _) in zip(operands, given, strict=True)]
         if any(turned):
@@ -140,9 +135,8 @@ def _turned(operand: Any, shape: tuple[Any, ...]) -> stored.Turned | None:
 
 def refuse_unshared(call: Call, module: Any) -> None:
     """Raises an error if XLA shares out a product of which something is promised."""
-    if (promised := call.options.numerics) is not None:
-        why = mesh_context.why_not_partitioned(module) or "it is on no mesh that kernels know"
-        raise ValueError(numerics.why_not_kept(promised, why))
+    why = mesh_context.why_not_partitioned(module) or "it is on no mesh that kernels know"
+    numerics.refuse_promised(call.options, why)
 
 
 def refuse_simulation(call: Call) -> None:
@@ -159,65 +153,10 @@ def _lowered_part(
 ) -> Any:
     """Lowers what one device computes: its dimensions are merged, if a kernel computes it."""
     call = planned(call, gpu)
-    matrices = merged(call, contraction, _signature(ctx.avals_in))
-    kernel = _kernel(matrices.call, matrices.signature)
+    matrices = merged(call, contraction, signature_of(ctx.avals_in))
+    kernel = kernel_of(matrices.call, matrices.signature)
     by_xla = functools.partial(contraction.by_xla, call)
     return mesh_context.lower_off_mesh(ctx, matrices.around(kernel) if kernel else by_xla, operands)
-
-
-def lower_matrices(
-    ctx: mlir.LoweringRuleContext,
-    operands: Sequence[Any],
-    call: Call,
-    otherwise: Callable[..., Any],
-    *,
-    gpu: bool,
-) -> Any:
-    """Lowers what one device computes of operands as they are.
-
-    Args:
-        ctx: As JAX gives it to a lowering rule.
-        operands: The operands of the call, lowered.
-        call: The product to compute.
-        otherwise: Computes it from operands where no kernel does.
-        gpu: The program is for a GPU.
-    """
-    kernel = kernel_of(call, _signature(ctx.avals_in), gpu=gpu)
-    return mesh_context.lower_off_mesh(ctx, kernel or otherwise, operands)
-
-
-def lower_symmetric(
-    ctx: mlir.LoweringRuleContext,
-    operands: Sequence[Any],
-    call: SymmetricCall,
-    mirrored: Callable[[Any], Any],
-    *,
-    gpu: bool,
-) -> Any:
-    """Lowers what one device computes of a product whose result is symmetric.
-
-    Args:
-        ctx: As JAX gives it to a lowering rule.
-        operands: The operands of the call, lowered.
-        call: The product to compute.
-        mirrored: Puts what is below the diagonal of a result above it, too.
-        gpu: The program is for a GPU.
-    """
-    own, signature = planned(call, gpu), _signature(ctx.avals_in)
-    decision = dispatch.decide(own, signature)
-    if decision.plan is not None:
-        half = bound(kernel_p, own, decision)
-        return mesh_context.lower_off_mesh(ctx, half, operands)
-    every = call.whole.with_target(own.options.target)
-    kernel = _kernel(every, signature)
-    whole = kernel or functools.partial(xla.product, every)
-
-    def run(*operands: Any) -> Any:
-        result = whole(*operands)
-        # Kernels add up in one order wherever an element is, XLA's need not.
-        return result if kernel and call.symmetric == "gram" else mirrored(result)
-
-    return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 def planned[C: Call](call: C, gpu: bool) -> C:
@@ -229,25 +168,30 @@ def planned[C: Call](call: C, gpu: bool) -> C:
     """
     if gpu:
         own = call if call.options.target else call.with_target(targeting.first_gpu())
-        if own.options.target is None and (promised := call.options.numerics) is not None:
+        if own.options.target is None:
             why = 'no GPU is planned for; with target("h200"): one is'
-            raise ValueError(numerics.why_not_kept(promised, why))
+            numerics.refuse_promised(call.options, why)
         return own
     if call.options.implementation == "interpret":
         return call
-    _refuse_gpu_kernel(call)
-    if call.options.target is None and (promised := call.options.numerics) is not None:
-        raise ValueError(numerics.why_not_kept(promised, numerics.ELSEWHERE))
+    asked = call.options.implementation
+    if asked in [architecture.name for architecture in ARCHITECTURES]:
+        raise ValueError(
+            f"implementation={asked!r} needs an NVIDIA GPU, but this program is compiled for"
+            " another platform; None takes what there is, 'interpret' simulates the kernel"
+        )
+    if call.options.target is None:
+        numerics.refuse_promised(call.options, numerics.ELSEWHERE)
     return call.with_target(None)
 
 
-def kernel_of(call: Call, signature: Signature, *, gpu: bool) -> Callable[..., Any] | None:
-    """Returns the function of matrices that a kernel computes, in a program for a GPU or not."""
-    return _kernel(planned(call, gpu), signature)
+def kernel_of(call: Call, signature: Signature) -> Callable[..., Any] | None:
+    """Returns the function of matrices that a kernel computes; None if XLA multiplies them.
 
-
-def _kernel(call: Call, signature: Signature) -> Callable[..., Any] | None:
-    """Returns the function of the matrices that a kernel computes; None if XLA multiplies them."""
+    Args:
+        call: The product, with the GPU to plan for.
+        signature: Shapes and types of its operands.
+    """
     decision = dispatch.decide(call, signature)
     if decision.plan is None:
         ignored.warn_of_options(call.options, decision.reason)
@@ -311,7 +255,7 @@ def lowered_kernel(
     """Lowers what a kernel computes."""
     if gpu and kept_kernels.is_lowered_as_it_runs(ctx.module_context):
         product = kept_kernels.Product(call, decision)
-        return kept_kernels.lower(ctx, operands, product, _signature(ctx.avals_in))
+        return kept_kernels.lower(ctx, operands, product, signature_of(ctx.avals_in))
     return mesh_context.lower_off_mesh(ctx, _traced_once(call, decision), operands)
 
 
@@ -321,21 +265,8 @@ def _traced_once(call: Call, decision: Decision) -> Callable[..., Any]:
     return jax.jit(implementation.of(decision, call))
 
 
-def _refuse_gpu_kernel(call: Call) -> None:
-    asked = call.options.implementation
-    if asked in [architecture.name for architecture in ARCHITECTURES]:
-        raise ValueError(
-            f"implementation={asked!r} needs an NVIDIA GPU, but this program is compiled for"
-            " another platform; None takes what there is, 'interpret' simulates the kernel"
-        )
-
-
-for _primitive, _rule in (
-    (whole_p, _lowered),
-    (part_p, _lowered_part),
-    (kernel_p, lowered_kernel),
-):
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")
+lower_by(whole_p, _lowered)
+lower_by(part_p, _lowered_part)
+lower_by(kernel_p, lowered_kernel)
 # JAX lowers what it caches apart from the program, where nobody sees what makes the operands.
 mlir.register_lowering(product_p, _lowered_in_place, cacheable=False)

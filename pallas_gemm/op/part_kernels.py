@@ -64,7 +64,7 @@ def _abstract(*avals: Any, part: Part) -> Any:
 
 def _lowered(ctx: mlir.LoweringRuleContext, *operands: Any, part: Part) -> Any:
     if kept_kernels.is_lowered_as_it_runs(ctx.module_context):
-        return kept_kernels.lower(ctx, operands, part, signature_of(tuple(ctx.avals_in)))
+        return kept_kernels.lower(ctx, operands, part, signature_of(ctx.avals_in))
     return mesh_context.lower_off_mesh(ctx, jax.jit(part.run()), operands)
 
 

@@ -9,9 +9,9 @@ from typing import Any
 
 import jax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, give_rules
 
 permuted_p = core.Primitive("pallas_gemm_permuted")
 
@@ -51,8 +51,5 @@ def _batch(operands: tuple[Any, ...], dims: tuple[Any, ...]) -> tuple[jax.Array,
     return jax.vmap(_taken, dims)(*operands), 0
 
 
-run_as_jax_does(permuted_p)
-ad.primitive_jvps[permuted_p] = _jvp
-ad.primitive_transposes[permuted_p] = _transpose
-batching.primitive_batchers[permuted_p] = _batch
+give_rules(permuted_p, jvp=_jvp, transpose=_transpose, batch=_batch)
 mlir.register_lowering(permuted_p, mlir.lower_fun(_taken, multiple_results=False))

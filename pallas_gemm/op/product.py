@@ -11,10 +11,12 @@ The gradient of weights that are shared under `vmap` is one product that contrac
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.extend import core
+from jax.interpreters import ad, batching, mlir
 from jax.interpreters.xla import apply_primitive
 
 from pallas_gemm.call import Call
@@ -27,12 +29,7 @@ product_p = core.Primitive("pallas_gemm")
 def product(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
     """Computes what `call` says from its operands, in the order of `Operands`."""
     contraction, given = squeezed(call, contraction, operands)
-    return product_p.bind(
-        *equally_varying(given),
-        call=call,
-        contraction=contraction,
-        devices=device_request(call, given),
-    )
+    return computed_by(product_p, call, given, call=call, contraction=contraction)
 
 
 def squeezed(
@@ -62,13 +59,41 @@ def equally_varying(operands: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
     )
 
 
-def run_as_jax_does(primitive: core.Primitive) -> None:
-    """Lets a primitive of operands that are not traced run as JAX's own do.
+def computed_by(
+    primitive: core.Primitive, call: Call, operands: Sequence[jax.Array], /, **params: Any
+) -> Any:
+    """Computes a primitive about a call, whose lowering is told the devices of a mesh."""
+    given = equally_varying(operands)
+    return primitive.bind(*given, **params, devices=device_request(call, given))
 
-    It is compiled even under `jax.disable_jit`, and a NaN under `debug_nans` ends in JAX's error;
-    a `jax.jit` around it would call itself in both.
+
+def give_rules(
+    primitive: core.Primitive,
+    *,
+    jvp: Callable[..., Any] | None = None,
+    transpose: Callable[..., Any] | None = None,
+    batch: Callable[..., Any] | None = None,
+) -> None:
+    """Says how a primitive is derived and mapped, and lets it run as JAX's own do.
+
+    It is compiled even under `jax.disable_jit`, and a NaN under `debug_nans` ends in JAX's error; a
+    `jax.jit` around it would call itself in both.
     """
     primitive.def_impl(functools.partial(apply_primitive, primitive))
+    rules: Any = (
+        (ad.primitive_jvps, jvp),
+        (ad.primitive_transposes, transpose),
+        (batching.primitive_batchers, batch),
+    )
+    for known, rule in rules:
+        if rule is not None:
+            known[primitive] = rule
 
 
-run_as_jax_does(product_p)
+def lower_by(primitive: core.Primitive, rule: Callable[..., Any]) -> None:
+    """Lets a rule lower a primitive; it is told whether the program is for a GPU."""
+    mlir.register_lowering(primitive, functools.partial(rule, gpu=False))
+    mlir.register_lowering(primitive, functools.partial(rule, gpu=True), platform="cuda")
+
+
+give_rules(product_p)

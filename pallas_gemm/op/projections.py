@@ -14,14 +14,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 
 from pallas_gemm.call import Call, SumCall, signature_of
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import equally_varying, product, run_as_jax_does, squeezed
+from pallas_gemm.op.product import computed_by, give_rules, product, squeezed
 from pallas_gemm.op.sum_of_products import sum_of_contractions
 
 projections_p = core.Primitive("pallas_gemm_projections")
@@ -55,9 +55,8 @@ def projections(
         return [product(call, own, *operands) for own, operands in products]
     dims = tuple(own for own, _ in products)
     others = (x for _, operands in products for x in operands[1:])
-    operands = equally_varying((products[0][1][0], *others))
-    devices = mesh_context.device_request(call, operands)
-    return projections_p.bind(*operands, call=call, contractions=dims, devices=devices)
+    operands = (products[0][1][0], *others)
+    return computed_by(projections_p, call, operands, call=call, contractions=dims)
 
 
 def _are_apart(call: Call, a: jax.Array, rights: Sequence[Sequence[jax.Array]]) -> bool:
@@ -92,7 +91,7 @@ def _abstract(
     """Each result has the type of its own product; none of these is simulated."""
     each = operands_of_each(call, rights)
     return [
-        lowering.type_by(own.by_xla, call, (a, *rest))
+        lowering.types_by((a, *rest), own.by_xla, call)[0]
         for own, rest in zip(contractions, each, strict=True)
     ]
 
@@ -153,14 +152,13 @@ def _left_gradient(
     every = [term for term in every if not isinstance(term[1], ad.Zero)]
     if not every:
         return ad.Zero(wanted)
-    _, cotangents, others = zip(*every, strict=True)
-    unit = linear.unit_of(cotangents, others, wanted.dtype)
-    terms = [linear.for_gradient(g, b, wanted.dtype, unit) for _, g, b in every]
-    plain = call.plain(linear.dtype_of_gradient(wanted.dtype, unit), call.epilogue.alpha)
     dims = tuple(own.of_left for own, _, _ in every)
-    operands = itertools.chain.from_iterable(terms)
-    total = sum_of_contractions(SumCall.of(plain), dims, *operands)
-    return linear.times_unit(total, unit).astype(wanted.dtype)
+
+    def compute(dtype: np.dtype, *factors: jax.Array) -> jax.Array:
+        plain = call.plain(dtype, call.epilogue.alpha)
+        return sum_of_contractions(SumCall.of(plain), dims, *factors)
+
+    return linear.gradient_by(compute, [(g, b) for _, g, b in every], wanted.dtype)
 
 
 def _batch(
@@ -181,8 +179,5 @@ def _batch(
     return results, [0] * len(results)
 
 
-run_as_jax_does(projections_p)
-ad.primitive_jvps[projections_p] = _jvp
-ad.primitive_transposes[projections_p] = _transpose
-batching.primitive_batchers[projections_p] = _batch
+give_rules(projections_p, jvp=_jvp, transpose=_transpose, batch=_batch)
 mlir.register_lowering(projections_p, _lowered)

@@ -15,14 +15,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import Signature, signature_of
 from pallas_gemm.kernels import quantize as blocks
 from pallas_gemm.kernels.quantize import Quantization
 from pallas_gemm.op import kept_kernels
 from pallas_gemm.op.mesh import mesh_context, quantize_partition
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, give_rules, lower_by
 from pallas_gemm.planning import quantize as planning
 from pallas_gemm.planning import targeting
 
@@ -109,7 +109,7 @@ def _lowered_part(
     gpu: bool,
 ) -> Any:
     """Lowers what one device quantizes."""
-    signature = signature_of(tuple(ctx.avals_in))
+    signature = signature_of(ctx.avals_in)
     device = (target or targeting.first_gpu()) if gpu else None
     chosen = planning.decide(how, signature, device, implementation)
     kept = gpu and chosen.plan is not None and implementation != "interpret"
@@ -131,9 +131,6 @@ def _batch(operands: Any, dims: Any, **options: Any) -> Any:
     return results, [0] * len(results)
 
 
-run_as_jax_does(quantize_p)
-ad.primitive_jvps[quantize_p] = _jvp
-batching.primitive_batchers[quantize_p] = _batch
-for _primitive, _rule in ((quantize_p, _lowered), (_part_p, _lowered_part)):
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule, gpu=True), platform="cuda")
+give_rules(quantize_p, jvp=_jvp, batch=_batch)
+lower_by(quantize_p, _lowered)
+lower_by(_part_p, _lowered_part)

@@ -16,18 +16,18 @@ from typing import Any, NamedTuple
 import jax
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.kernels.functions import vectors
 from pallas_gemm.kernels.windows import Window
 from pallas_gemm.op import fused, linear, lowering
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.function_of_sums import Function, changed
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.fused_partition import kernel_types
 from pallas_gemm.op.part_kernels import Part, part_kernel_p, why_whole
-from pallas_gemm.op.product import run_as_jax_does
+from pallas_gemm.op.product import give_rules, lower_by
 
 side_by_side_p = core.Primitive("pallas_gemm_side_by_side")
 side_by_side_p.multiple_results = True
@@ -87,7 +87,7 @@ class SideBySide(NamedTuple):
         def halves(a: Any, both: Any, *given: Any) -> list[Any]:
             return [a, *(Half(self.axis, i).of(both) for i in range(2)), *self.cut(given)]
 
-        return signature_of(tuple(jax.eval_shape(halves, *types)))
+        return signature_of(jax.eval_shape(halves, *types))
 
     def plan(self, signature: Signature) -> fused.Fused | str:
         """Returns how a kernel computes it where the halves lie, or why none does."""
@@ -187,14 +187,12 @@ def _lowered(
 ) -> Any:
     if not mesh_context.is_one_devices(ctx.module_context.axis_context):
         return mlir.lower_fun(own.apart, multiple_results=True)(ctx, *operands)
-    run = _run(own, signature_of(tuple(ctx.avals_in)), gpu=gpu)
+    run = _run(own, signature_of(ctx.avals_in), gpu=gpu)
     return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 def _jvp(primals: Any, tangents: Any, *, own: SideBySide, **_: Any) -> Any:
-    changes = linear.changes(tangents)
-    moved = [change is not None for change in changes]
-    return changed(own.apart, primals, moved, [x for x in changes if x is not None])
+    return linear.derived(own.apart, primals, linear.changes(tangents))
 
 
 def _transpose(cotangents: Sequence[Any], *operands: Any, own: SideBySide, **_: Any) -> list[Any]:
@@ -208,9 +206,5 @@ def _batch(
     return results, [0] * len(results)
 
 
-run_as_jax_does(side_by_side_p)
-ad.primitive_jvps[side_by_side_p] = _jvp
-ad.primitive_transposes[side_by_side_p] = _transpose
-batching.primitive_batchers[side_by_side_p] = _batch
-mlir.register_lowering(side_by_side_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(side_by_side_p, functools.partial(_lowered, gpu=True), platform="cuda")
+give_rules(side_by_side_p, jvp=_jvp, transpose=_transpose, batch=_batch)
+lower_by(side_by_side_p, _lowered)

@@ -8,21 +8,20 @@ computes it. Where no kernel takes all operands, it is computed product by produ
 
 import functools
 import itertools
-import operator
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
 from pallas_gemm.call import Operands, Signature, SumCall, signature_of
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.canonical import Merged, merged
 from pallas_gemm.op.contraction import Contraction, of_matrices
 from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import equally_varying, product, run_as_jax_does
+from pallas_gemm.op.product import computed_by, give_rules, lower_by, product
 
 sum_p = core.Primitive("pallas_gemm_sum")
 
@@ -40,9 +39,7 @@ def sum_of_contractions(
     """Computes a sum of products of these dimensions."""
     if len(operands) == 2:
         return product(call.each, contractions[0], *operands)
-    devices = mesh_context.device_request(call, operands)
-    operands = equally_varying(operands)
-    return sum_p.bind(*operands, call=call, contractions=contractions, devices=devices)
+    return computed_by(sum_p, call, operands, call=call, contractions=contractions)
 
 
 def one_by_one(
@@ -51,7 +48,7 @@ def one_by_one(
     """Computes the products and adds them up as JAX adds up gradients: the last one first."""
     every = list(zip(contractions, call.pairs(operands), strict=True))
     products = [product(call.each, own, *pair) for own, pair in reversed(every)]
-    return functools.reduce(operator.add, products)
+    return linear.total(products)
 
 
 def each_merged(
@@ -73,7 +70,7 @@ def merged_sum(each: Sequence[Merged]) -> tuple[SumCall, Signature] | None:
 
 @sum_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: SumCall, contractions: Sequence[Contraction], **_: Any) -> Any:
-    result = lowering.type_by(contractions[0].by_xla, call.each, avals[:2])
+    result = lowering.types_by(avals[:2], contractions[0].by_xla, call.each)[0]
     whole = merged_sum(each_merged(call, contractions, signature_of(avals)))
     return result, set() if whole is None else lowering.effects(*whole)
 
@@ -89,11 +86,11 @@ def _lowered(
     del devices
     apart = functools.partial(one_by_one, call, contractions)
     avals: Any = ctx.avals_in
-    each = each_merged(call, contractions, signature_of(tuple(avals)))
+    each = each_merged(call, contractions, signature_of(avals))
     whole = merged_sum(each)
     if whole is None or not mesh_context.is_one_devices(ctx.module_context.axis_context):
         return mlir.lower_fun(apart, multiple_results=False)(ctx, *operands)
-    multiply = lowering.kernel_of(*whole, gpu=gpu)
+    multiply = lowering.kernel_of(lowering.planned(whole[0], gpu), whole[1])
     if multiply is None:
         return mesh_context.lower_off_mesh(ctx, apart, operands)
 
@@ -147,9 +144,5 @@ def _batch(
     return sum_of_contractions(call, more, *operands), 0
 
 
-run_as_jax_does(sum_p)
-ad.primitive_jvps[sum_p] = _jvp
-ad.primitive_transposes[sum_p] = _transpose
-batching.primitive_batchers[sum_p] = _batch
-mlir.register_lowering(sum_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(sum_p, functools.partial(_lowered, gpu=True), platform="cuda")
+give_rules(sum_p, jvp=_jvp, transpose=_transpose, batch=_batch)
+lower_by(sum_p, _lowered)

@@ -10,8 +10,6 @@ same. On a mesh of several devices it stays as it is.
 
 import dataclasses
 import functools
-import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -19,18 +17,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
-from pallas_gemm.call import DIMENSIONS, NO_EPILOGUE, Operands, SymmetricCall, signature_of
+from pallas_gemm.call import DIMENSIONS, Operands, SymmetricCall, signature_of
 from pallas_gemm.op import linear, lowering
-from pallas_gemm.op.contraction import Contraction, of_matrices
+from pallas_gemm.op.contraction import of_matrices
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.product import (
-    equally_varying,
+    computed_by,
+    give_rules,
+    lower_by,
     product,
     product_of_matrices,
-    run_as_jax_does,
 )
+from pallas_gemm.planning import dispatch
 from pallas_gemm.planning.by_xla import xla
 
 symmetric_p = core.Primitive("pallas_gemm_symmetric")
@@ -38,8 +38,7 @@ symmetric_p = core.Primitive("pallas_gemm_symmetric")
 
 def symmetric(call: SymmetricCall, *operands: jax.Array) -> jax.Array:
     """Computes what `call` says from matrices, or batches of them, in the order of `Operands`."""
-    devices = mesh_context.device_request(call, operands)
-    return symmetric_p.bind(*equally_varying(operands), call=call, devices=devices)
+    return computed_by(symmetric_p, call, operands, call=call)
 
 
 def mirrored(x: jax.Array) -> jax.Array:
@@ -50,18 +49,31 @@ def mirrored(x: jax.Array) -> jax.Array:
 
 @symmetric_p.def_effectful_abstract_eval
 def _abstract(*avals: Any, call: SymmetricCall, **_: Any) -> Any:
-    result = lowering.type_by(xla.product, call.whole, avals)
+    result = lowering.types_by(avals, xla.product, call.whole)[0]
     return result, lowering.effects(call, signature_of(avals))
 
 
 def _lowered(
-    ctx: mlir.LoweringRuleContext, *operands: Any, call: SymmetricCall, devices: Any, gpu: bool
+    ctx: mlir.LoweringRuleContext, *operands: Any, call: SymmetricCall, gpu: bool, **_: Any
 ) -> Any:
-    del devices
-    if mesh_context.is_one_devices(ctx.module_context.axis_context):
-        return lowering.lower_symmetric(ctx, operands, call, mirrored, gpu=gpu)
-    whole = functools.partial(product_of_matrices, call.whole)
-    return mlir.lower_fun(whole, multiple_results=False)(ctx, *operands)
+    if not mesh_context.is_one_devices(ctx.module_context.axis_context):
+        whole = functools.partial(product_of_matrices, call.whole)
+        return mlir.lower_fun(whole, multiple_results=False)(ctx, *operands)
+    own, signature = lowering.planned(call, gpu), signature_of(ctx.avals_in)
+    decision = dispatch.decide(own, signature)
+    if decision.plan is not None:
+        half = lowering.bound(lowering.kernel_p, own, decision)
+        return mesh_context.lower_off_mesh(ctx, half, operands)
+    every = call.whole.with_target(own.options.target)
+    kernel = lowering.kernel_of(every, signature)
+    compute = kernel or functools.partial(xla.product, every)
+
+    def run(*operands: Any) -> Any:
+        result = compute(*operands)
+        # Kernels add up in one order wherever an element is, XLA's need not.
+        return result if kernel and call.symmetric == "gram" else mirrored(result)
+
+    return mesh_context.lower_off_mesh(ctx, run, operands)
 
 
 def _jvp(primals: Any, tangents: Any, *, call: SymmetricCall, **_: Any) -> tuple[Any, Any]:
@@ -82,29 +94,12 @@ def _jvp(primals: Any, tangents: Any, *, call: SymmetricCall, **_: Any) -> tuple
         of_left += [jnp.swapaxes(term, -1, -2) for term in of_left]
         moved = moved._replace(b=None)
     terms = linear.affine_change(whole, contraction, given, moved, of_left)
-    terms += _changes_of_scales(call, contraction, given, moved)
-    return result, linear.rounded_sum(terms, result)
-
-
-def _changes_of_scales(
-    call: SymmetricCall, contraction: Contraction, given: Operands, moved: Operands
-) -> list[jax.Array]:
-    """Returns the terms, in float32, that alpha, the residual and beta change."""
-    terms = []
     ready, change = contraction.aligned(given), contraction.aligned(moved)
     if moved.alpha is not None:
-        sums = symmetric(
-            dataclasses.replace(call, out_dtype=np.dtype(np.float32), epilogue=NO_EPILOGUE),
-            given.a,
-            given.b,
-        )
+        sums = symmetric(call.sums(np.float32), given.a, given.b)
         terms.append(sums * change.alpha.astype(np.float32))
-    if moved.residual is not None:
-        beta = np.float32(call.epilogue.beta) if given.beta is None else ready.beta
-        terms.append(change.residual.astype(np.float32) * beta.astype(np.float32))
-    if moved.beta is not None:
-        terms.append(ready.residual.astype(np.float32) * change.beta.astype(np.float32))
-    return terms
+    terms += linear.residual_change(call.epilogue, ready, change)
+    return result, linear.rounded_sum(terms, result)
 
 
 def _batch(
@@ -118,7 +113,9 @@ def _batch(
         name: x.ndim - (getattr(mapped, name) is not None) > len(DIMENSIONS[name])
         for name, x in own.items()
     }
-    batch = next((_batch_of(own[n], getattr(mapped, n)) for n in inner if inner[n]), None)
+    # What is mapped stands in front of the batch, or behind it.
+    sizes = (x.shape[getattr(mapped, name) == 0] for name, x in own.items() if inner[name])
+    batch = next(sizes, 1)
     # Of a batch, at least one factor has its own; both of a "gram" are one array.
     none = (mapped.a, mapped.b) == (None, None)
     ready = {}
@@ -127,26 +124,15 @@ def _batch(
         is_shared = dim is None and not inner[name] and not (none and name in ("a", "b"))
         ready[name] = x if is_shared else _in_batch(x, dim, size, batch, inner=inner[name])
     result = symmetric(call, *Operands(**{"a": None, "b": None} | ready).present())
-    return result.reshape(size, *(() if batch is None else (batch,)), *result.shape[-2:]), 0
+    return result.reshape(size, *(batch,) * any(inner.values()), *result.shape[-2:]), 0
 
 
-def _batch_of(x: Any, dim: int | None) -> int:
-    """Returns the size of the batch that an operand has beside what is mapped."""
-    return x.shape[1 if dim == 0 else 0]
-
-
-def _in_batch(x: Any, dim: int | None, size: int, batch: int | None, *, inner: bool) -> jax.Array:
+def _in_batch(x: Any, dim: int | None, size: int, batch: int, *, inner: bool) -> jax.Array:
     """Returns an operand with one dimension in front for what is mapped and the batch."""
     x = x[None] if dim is None else jnp.moveaxis(x, dim, 0)
-    if batch is not None and not inner:
-        x = x[:, None]
-    lead: Sequence[int] = (size,) if batch is None else (size, batch)
-    x = jnp.broadcast_to(x, (*lead, *x.shape[len(lead) :]))
-    return x.reshape(math.prod(lead), *x.shape[len(lead) :])
+    x = x if inner else x[:, None]
+    return jnp.broadcast_to(x, (size, batch, *x.shape[2:])).reshape(size * batch, *x.shape[2:])
 
 
-run_as_jax_does(symmetric_p)
-ad.primitive_jvps[symmetric_p] = _jvp
-batching.primitive_batchers[symmetric_p] = _batch
-mlir.register_lowering(symmetric_p, functools.partial(_lowered, gpu=False))
-mlir.register_lowering(symmetric_p, functools.partial(_lowered, gpu=True), platform="cuda")
+give_rules(symmetric_p, jvp=_jvp, batch=_batch)
+lower_by(symmetric_p, _lowered)

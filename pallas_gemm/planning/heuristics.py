@@ -157,16 +157,12 @@ def score(
         doubt = LEAST_GAIN_IN_BLOCKS if problem.blocks else LEAST_GAIN
     elif config.cuts_all_tiles:
         predicted += SECOND_KERNEL_SECONDS
-    predicted += more_kernels_seconds(config)
+    if config.split_last:
+        predicted += MORE_KERNELS_SECONDS
     usual = architecture.config
     if architecture.needs_proof and (config.tile, config.cluster) != (usual.tile, usual.cluster):
         doubt *= UNTRIED_GAIN
     return predicted * doubt
-
-
-def more_kernels_seconds(config: GemmConfig) -> float:
-    """Returns what it takes to begin kernels after the first, which no prediction counts."""
-    return MORE_KERNELS_SECONDS if config.split_last else 0.0
 
 
 def fitted(

@@ -1,12 +1,12 @@
 """What a decision stands for: a function of the operands, with what is done around a kernel."""
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from jax import lax
 
-from pallas_gemm.call import FACTORS, Call, GroupedCall, Operands
+from pallas_gemm.call import FACTORS, Call, GroupedCall
 from pallas_gemm.computer import multiplying
 from pallas_gemm.kernels.windows import Window
 from pallas_gemm.planning import halves, numerics
@@ -116,7 +116,7 @@ def _fused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operan
 def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
     given = call.unpack(operands)
     sums = [
-        realigned.restore(kernel(*realigned.prepare(own).present())) for own in _each_sum(given)
+        realigned.restore(kernel(*realigned.prepare(own).present())) for own in call.each_sum(given)
     ]
     result = (
         sums[0]
@@ -128,19 +128,9 @@ def _unfused(call: Call, realigned: Realigned, kernel: Callable[..., Any], *oper
 
 def _unfused_groups(call: GroupedCall, kernel: Callable[..., Any], *operands: Any) -> Any:
     given, sizes = call.unpack(operands), call.sizes(operands)
-    each = (own.present() for own in _each_sum(given))
+    each = (own.present() for own in call.each_sum(given))
     sums = [kernel(a, b, sizes, *blocks) for a, b, *blocks in each]
     return xla_groups.applied(call, sums, given, sizes)
-
-
-def _each_sum(given: Operands) -> Iterator[Operands]:
-    """Yields the factors of each sum, and what scales their blocks."""
-    rights = (given.b, given.col_blocks, given.col_zeros)
-    ups = (given.up, given.up_blocks, given.up_zeros)
-    for b, blocks, zeros in (rights, ups):
-        if b is not None:
-            values = {"row_blocks": given.row_blocks, "col_blocks": blocks, "col_zeros": zeros}
-            yield Operands(given.a, b, **values)
 
 
 def _simulator(problem: Problem) -> Any:
@@ -150,6 +140,11 @@ def _simulator(problem: Problem) -> Any:
             f" CPU; it does where {multiplying.ALIKE} is set before Python starts"
         )
         raise ValueError(numerics.why_not_kept(numerics.stating(problem), why))
+    return simulator()
+
+
+def simulator() -> Any:
+    """Returns the parameters of JAX's simulator of kernels."""
     from jax.experimental.pallas import mosaic_gpu
 
     return mosaic_gpu.InterpretGPUParams()

@@ -59,8 +59,13 @@ def stated(options: Options) -> Options:
 
 def refuse(why: str, own: Numerics | None = None) -> None:
     """Raises an error if an argument, or a block, promises something that is not kept here."""
-    if (promised := stated(Options(numerics=own)).numerics) is not None:
-        raise ValueError(why_not_kept(promised, why))
+    refuse_promised(stated(Options(numerics=own)), why)
+
+
+def refuse_promised(options: Options, why: str, others: Sequence[str] = ()) -> None:
+    """Raises an error if something is promised of what no kernel computes."""
+    if options.numerics is not None:
+        raise ValueError(why_not_kept(options.numerics, why, others))
 
 
 def resolved(options: Options, n: int, k: int, dtype: Any, longest: int = 0) -> Options:

@@ -25,7 +25,6 @@ from pallas_gemm.planning.realign import (
     realign,
     realign_function,
     realign_groups,
-    rounded,
 )
 from pallas_gemm.planning.scheme import Scheme
 from pallas_gemm.problem import Problem
@@ -76,7 +75,7 @@ def plan(
     realigned = _realigned(call, signature, device, architecture)
     if not isinstance(realigned, Realigned):
         return realigned
-    found = _with_config(call, problem, device, architecture, rounded(realigned))
+    found = _with_config(call, problem, device, architecture, realigned)
     if not isinstance(found, Plan):
         return found
     others = _in_float16(call, signature, found), _widened(call, signature, found)
@@ -90,31 +89,34 @@ def _widened(call: Call, signature: Signature, other: Plan) -> Plan | None:
     turned = {step.operand for step in other.realigned.steps if step.action == "transpose"}
     if scheme is None or "b" not in turned or not widened.fits(device):
         return None
-    realigned = _by_scheme(call, signature, device, widened, scheme)
-    if not isinstance(realigned, Realigned):
-        return None
-    found = _with_config(call, call.problem(signature), device, widened, realigned)
-    return found if isinstance(found, Plan) else None
+    return _by_another(call, signature, device, widened, scheme)
 
 
 def _in_float16(call: Call, signature: Signature, other: Plan) -> Plan | None:
     """Returns a plan by arrays of float16 that stands for another one; None if there is none."""
     if other.seconds <= halves.DECIDING_SECONDS:
         return None
-    device, architecture = other.device, other.architecture
     dtypes = tuple(dtype for _, dtype in signature[:2])
     scheme = schemes.in_float16(call, other.realigned.scheme, dtypes)
     if scheme is None:
         return None
     scaled = halves.scaled(call), halves.scaled_signature(call, signature)
-    realigned = _by_scheme(*scaled, device, architecture, scheme)
-    if not isinstance(realigned, Realigned) or realigned.unfused is not None:
-        return None
-    quick = _with_config(scaled[0], scaled[0].problem(scaled[1]), device, architecture, realigned)
-    if not isinstance(quick, Plan):
+    quick = _by_another(*scaled, other.device, other.architecture, scheme)
+    if quick is None or quick.realigned.unfused is not None:
         return None
     seconds = quick.seconds + halves.DECIDING_SECONDS
     return dataclasses.replace(quick, seconds=seconds, otherwise=other)
+
+
+def _by_another(
+    call: Call, signature: Signature, device: Device, architecture: Architecture, scheme: Scheme
+) -> Plan | None:
+    """Returns a plan by a scheme that is not the call's own; None if there is none."""
+    realigned = _by_scheme(call, signature, device, architecture, scheme)
+    if not isinstance(realigned, Realigned):
+        return None
+    found = _with_config(call, call.problem(signature), device, architecture, realigned)
+    return found if isinstance(found, Plan) else None
 
 
 def _with_config(
@@ -134,9 +136,7 @@ def _with_config(
     seconds = runs * prediction.seconds(realigned.problem, config, device, architecture)
     seconds += runs * prediction.passes_seconds(realigned, device)
     seconds += prediction.epilogue_seconds(problem, realigned, device)
-    # The kernel was timed with its rounding.
-    more = [step for step in realigned.passes if step.action != "round"]
-    as_timed = not (more or realigned.unfused or problem.terms)
+    as_timed = not (realigned.passes or realigned.unfused or problem.terms)
     over_xla = chosen.over_xla if as_timed else None
     return Plan(architecture, device, realigned, config, chosen.source, seconds, over_xla)
 

@@ -1,6 +1,7 @@
 """What quantizes blocks of a matrix: the kernel, or XLA and why."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -14,6 +15,7 @@ from pallas_gemm.kernels import quantize
 from pallas_gemm.kernels.hopper.quantize.plan import QuantizePlan, is_square, refusals, slots
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Quantization
 from pallas_gemm.planning import architectures
+from pallas_gemm.planning.implementation import simulator
 
 HOPPER = "hopper"
 """The implementation that the kernel is."""
@@ -76,7 +78,7 @@ def decide(
         return Quantizer(how, shape, None, why)
     assert device is not None
     groups = tiles[0][0][0] if tiles else None
-    interpret = simulated and _simulator()
+    interpret = simulated and simulator()
     matrices = _matrices(how, shape)
     own = {"stages": slots(how), "groups": groups}
     plan = QuantizePlan(how, matrices, dtype, device, interpret, **own)
@@ -103,9 +105,7 @@ def _why_xla(
 def _matrices(how: Quantization, shape: tuple[int, ...]) -> tuple[int, int, int]:
     """Returns batch, rows and columns; rows of several matrices are rows of one, if they may be."""
     *lead, rows, cols = shape
-    batch = 1
-    for size in lead:
-        batch *= size
+    batch = math.prod(lead)
     if all(way.axis == ALONG and way.block.across == 1 for way in how.ways):
         return 1, batch * rows, cols
     return batch, rows, cols
@@ -130,9 +130,3 @@ def by_kernel(
         found += [values[number].reshape(*lead, *shape)]
         found += [scale.reshape(*lead, *way.blocks((rows, cols)))]
     return found
-
-
-def _simulator() -> Any:
-    from jax.experimental.pallas import mosaic_gpu
-
-    return mosaic_gpu.InterpretGPUParams()

@@ -21,11 +21,10 @@ import numpy as np
 
 from pallas_gemm.call import DIMENSIONS, Call, Operands, Signature
 from pallas_gemm.device import LINE_BYTES
-from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.planning.scheme import Scheme
 from pallas_gemm.problem import KINDS, OF_FACTORS, Problem
 
-Action = Literal["reshape", "transpose", "pad", "slice", "cast", "round", "split", "measure", "add"]
+Action = Literal["reshape", "transpose", "pad", "slice", "cast", "split", "measure", "add"]
 Refusals = Callable[[Problem], Iterable[str]]
 Shape = tuple[int, ...]
 
@@ -70,7 +69,7 @@ class Step:
                 # What a whole batch shares has a dimension less.
                 extra = zip(self.shape[-x.ndim :], x.shape, strict=True)
                 return jnp.pad(x, [(0, want - have) for want, have in extra])
-            case "cast" | "split" | "measure" | "add" | "round":
+            case "cast" | "split" | "measure" | "add":
                 # It is done right beside the kernel: by `Scheme`, or by the kernel's own function.
                 return x
             case "slice":
@@ -86,7 +85,7 @@ class Realigned:
         steps: In order; those of the result follow the kernel.
         unfused: Why XLA applies the epilogue; None if the kernel does.
         scheme: How operands become arrays of the kernel's type after these steps; None if they are.
-        casts: The passes of that, and those that round float32 to what the tensor cores multiply.
+        casts: The passes of that.
     """
 
     problem: Problem
@@ -196,18 +195,12 @@ def realign_groups(
             return Realigned(own, unfused=why)
         if own.ragged_k:
             continue
-        turned = _turned_matrices(own)
-        others = tuple(refusals(turned.problem))
+        turned = dataclasses.replace(own, transpose_b=not own.transpose_b)
+        others = tuple(refusals(turned))
         if not others:
-            return dataclasses.replace(turned, unfused=why)
+            return Realigned(turned, tuple(_remedy_steps(own, turned)[0]), unfused=why)
         refused = min(refused, others, key=len)
     return refused
-
-
-def _turned_matrices(problem: Problem) -> Realigned:
-    """Returns the way to a product of groups whose matrices are stored the other way round."""
-    turned = dataclasses.replace(problem, transpose_b=not problem.transpose_b)
-    return Realigned(turned, tuple(_remedy_steps(problem, turned)[0]))
 
 
 def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype]) -> Realigned:
@@ -226,11 +219,11 @@ def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype
     for name, dtype in types.items():
         if scheme.dtype is None or (dtype == scheme.dtype and not scheme.terms):
             continue
-        moved = _bytes(shapes[name], dtype) + scheme.parts * _bytes(shapes[name], scheme.dtype)
+        moved = _bytes(shapes[name], dtype) + scheme.count * _bytes(shapes[name], scheme.dtype)
         steps = [dataclasses.replace(x, bytes=0) if x.operand == name else x for x in steps]
         what: tuple[Action, str] = ("cast", str(scheme.dtype))
         if scheme.terms:
-            what = ("split", f"{scheme.dtype}, {scheme.parts} arrays")
+            what = ("split", f"{scheme.dtype}, {scheme.count} arrays")
         if scheme.otherwise is not None:
             read = _bytes(shapes[name], dtype)
             casts.append(Step(name, "measure", shapes[name], read))
@@ -245,25 +238,6 @@ def converted(realigned: Realigned, scheme: Scheme, types: Mapping[str, np.dtype
         scheme=scheme,
         casts=tuple(casts),
     )
-
-
-def rounded(realigned: Realigned) -> Realigned:
-    """Returns the same way, with the passes that round what is multiplied as TF32.
-
-    XLA makes one pass of that and of what else is done to an operand.
-    """
-    problem = realigned.problem
-    if problem.a_dtype != SINGLE:
-        return realigned
-    shapes = [("a", problem.a_shape)]
-    shapes += [(name, problem.b_shape) for name in ("b", "up")[: problem.sums]]
-    changed = {step.operand for step in realigned.passes if step.bytes}
-    rounds = tuple(
-        Step(name, "round", shape, 2 * _bytes(shape, SINGLE), "tf32")
-        for name, shape in shapes
-        if name not in changed
-    )
-    return dataclasses.replace(realigned, casts=(*realigned.casts, *rounds))
 
 
 def _arrangements(call: Call, signature: Signature) -> Iterator[Realigned]:

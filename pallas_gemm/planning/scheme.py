@@ -88,7 +88,7 @@ class Scheme:
     otherwise: "Scheme | None" = None
 
     @property
-    def parts(self) -> int:
+    def count(self) -> int:
         """How many arrays an operand becomes."""
         return 1 + max(map(max, self.terms), default=0)
 
@@ -154,7 +154,7 @@ class Scheme:
         most = np.float32((2 - 2.0**-MANTISSA) * 2.0**127)
         first = jnp.where(finite, jnp.clip(rounded(left), -most, most), left)
         found, left = [first], jnp.where(finite, left - first, jnp.zeros_like(left))
-        for _ in range(1, self.parts):
+        for _ in range(1, self.count):
             found.append(rounded(left))
             left = left - found[-1]
         return tuple(part.astype(self.dtype) for part in found)

@@ -286,7 +286,10 @@ class _Active:
 
 
 class Record:
-    """The problems that were looked up in a `recording` block."""
+    """The problems that were looked up in a `recording` block.
+
+    It is a part of the key of every call of a jitted function, which no dictionary can be.
+    """
 
     def __init__(self) -> None:
         self.problems: dict[tuple[Key, str], tuple[Problem, Device]] = {}

@@ -4,9 +4,9 @@ import math
 from typing import Any
 
 import numpy as np
-from jax.extend import core
 
 from pallas_gemm.rewriting.level import called
+from pallas_gemm.rewriting.level import variables as variables
 
 EXACT = frozenset(
     (
@@ -23,11 +23,6 @@ VARIES = frozenset(("pvary",))
 def bytes_of(x: Any) -> int:
     """Returns the size of a value in memory."""
     return math.prod(x.aval.shape) * np.dtype(x.aval.dtype).itemsize
-
-
-def variables(equation: Any) -> list[Any]:
-    """Returns the values that an equation reads, without numbers."""
-    return [x for x in equation.invars if isinstance(x, core.Var)]
 
 
 def is_elementwise(equation: Any, shape: tuple[int, ...], allowed: frozenset[str]) -> bool:

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from jax.extend import core
 
 from pallas_gemm.kernels.functions.axes import ELEMENTWISE, MOVES
-from pallas_gemm.rewriting.level import Level, is_stored_by
+from pallas_gemm.rewriting.level import Level, is_stored_by, variables
 
 LARGEST = "reduce_max"
 TOTAL = "reduce_sum"
@@ -97,7 +97,7 @@ def _of_rows(level: Level, largest: Any, bits: int) -> dict[Any, Any]:
         if place in seen:
             continue
         seen.add(place)
-        name, inputs = equation.primitive.name, (x for x in equation.invars if _is_variable(x))
+        name, inputs = equation.primitive.name, variables(equation)
         is_move = name == "broadcast_in_dim"
         is_small = all(is_move or math.prod(x.aval.shape) < most for x in equation.outvars)
         if name not in OF_ROWS or equation.effects or not is_small:
@@ -117,9 +117,5 @@ def _makers(of_rows: dict[Any, Any], x: Any) -> list[Any]:
     for value, equation in reversed(of_rows.items()):
         if value in wanted and equation is not None:
             found.append(equation)
-            wanted.update(filter(_is_variable, equation.invars))
+            wanted.update(variables(equation))
     return found[::-1]
-
-
-def _is_variable(x: Any) -> bool:
-    return isinstance(x, core.Var)

@@ -18,16 +18,13 @@ from jax.extend import core
 
 from pallas_gemm.call import Call, signature_of
 from pallas_gemm.kernels.element_types import BITS, FLOATS, is_widened
-from pallas_gemm.op import lowering
 from pallas_gemm.op.canonical import merged
 from pallas_gemm.op.contraction import ONE, Contraction
-from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.product import product_p
 from pallas_gemm.planning import dispatch, prediction
 from pallas_gemm.problem import Epilogue
 from pallas_gemm.rewriting.elementwise import bytes_of
 from pallas_gemm.rewriting.level import Level
-from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
+from pallas_gemm.rewriting.products import Dense, How, avals_of, equation_of, is_one_devices
 
 SAME_VALUES = frozenset(("convert_element_type", "reshape"))
 MOVES = frozenset(("reshape", "broadcast_in_dim"))
@@ -63,17 +60,7 @@ class FewBits:
     def apply(self, level: Level) -> None:
         """Puts it in the place of the product and of the operations."""
         equation = level.maker(self.product.out)
-        signature = signature_of(avals_of(self.operands))
-        new = equation.replace(
-            primitive=product_p,
-            invars=list(self.operands),
-            params={
-                "call": self.call,
-                "contraction": self.dims,
-                "devices": mesh_context.device_request(self.call, self.operands),
-            },
-            effects=lowering.effects(*merged(self.call, self.dims, signature)[:2]),
-        )
+        new = equation_of(self.call, self.dims, self.operands, self.product.out, equation)
         level.replace(equation, new)
         for cut in self.cuts:
             level.insert(equation, cut.replace(source_info=equation.source_info))
@@ -94,8 +81,9 @@ def few_bits_of(level: Level, own: Dense, how: How) -> FewBits | None:
 
 def _priced(level: Level, own: Dense, each: Dense, weights: "_Weights", how: How) -> FewBits | None:
     """Returns the product of weights, if it is predicted to be faster."""
-    call = dataclasses.replace(each.call, epilogue=_epilogue(weights.dims))
     dims, factors, cuts = weights.dims, (each.factors[0], weights.values), ()
+    scales = Epilogue(col_scale=bool(dims.col_scale), col_blocks=bool(dims.col_blocks))
+    call = dataclasses.replace(each.call, epilogue=scales)
     if dims.col_blocks:
         groups = weights.scale.aval.shape[dims.rhs.index(dims.contracted)]
         dims, cuts = _in_groups(dims, factors, groups)
@@ -158,10 +146,6 @@ class _Weights(NamedTuple):
     dims: Contraction
     scale: Any
     widening: tuple[Any, ...]
-
-
-def _epilogue(dims: Contraction) -> Epilogue:
-    return Epilogue(col_scale=bool(dims.col_scale), col_blocks=bool(dims.col_blocks))
 
 
 def _weights(level: Level, x: Any, dims: Contraction) -> _Weights | None:

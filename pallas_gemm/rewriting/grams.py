@@ -9,11 +9,9 @@ from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.symmetric import symmetric_p
 from pallas_gemm.planning import dispatch
+from pallas_gemm.rewriting.folds import LEAST_SAVED
 from pallas_gemm.rewriting.level import Level
 from pallas_gemm.rewriting.products import Dense, How, avals_of, is_one_devices
-
-LEAST_SAVED = 0.05
-"""Half of a product has to save this part of its time: predictions err by as much."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +36,10 @@ class Gram:
     def apply(self, level: Level) -> None:
         """Puts it in the place of the product."""
         own, equation = self.product, level.maker(self.product.out)
+        devices = mesh_context.device_request(self.call, own.factors)
         new = equation.replace(
             primitive=symmetric_p,
-            params={
-                "call": self.call,
-                "devices": mesh_context.device_request(self.call, own.factors),
-            },
+            params={"call": self.call, "devices": devices},
             effects=lowering.effects(self.call, signature_of(avals_of(own.factors))),
         )
         level.replace(equation, new)

@@ -13,7 +13,7 @@ from jax.extend import core
 
 from pallas_gemm.kernels.functions.split import ELEMENTWISE
 from pallas_gemm.rewriting import kinds
-from pallas_gemm.rewriting.elementwise import is_elementwise
+from pallas_gemm.rewriting.elementwise import is_elementwise, variables
 
 CALL = "jit"
 
@@ -105,7 +105,7 @@ def needed(jaxpr: core.Jaxpr, equations: Iterable[Any]) -> list[Any]:
     for equation in reversed(list(equations)):
         if equation.effects or not wanted.isdisjoint(equation.outvars):
             found.append(equation)
-            wanted.update(filter(_is_variable, equation.invars))
+            wanted.update(variables(equation))
     return found[::-1]
 
 

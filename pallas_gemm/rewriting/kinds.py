@@ -3,41 +3,30 @@
 import functools
 from typing import Any
 
-CALLS = frozenset(
-    (
-        *("jit", "pjit", "closed_call", "core_call", "eval_jaxpr"),
-        *("custom_jvp_call", "custom_vjp_call"),
-    )
-)
-CALLS_AGAIN = frozenset(("remat", "remat2", "checkpoint"))
+CALLS = frozenset(("jit", "eval_jaxpr", "custom_jvp_call", "custom_vjp_call"))
+CALLS_AGAIN = frozenset(("remat2",))
 """A call of such a function does what the function does."""
 SHARDED = "shard_map"
-KERNELS = frozenset(("pallas_call", "core_map"))
+KERNELS = frozenset(("pallas_call",))
 """Kernels: the operations inside are not XLA's."""
 DOTS = frozenset(("dot_general", "ragged_dot_general"))
 APART = DOTS | frozenset(
     (
         *("conv_general_dilated", "optimization_barrier"),
-        *("sort", "top_k", "scatter", "scatter-add", "scatter_add", "cumsum", "cumlogsumexp"),
-        *("cummax", "cummin", "cumprod", "fft", "cholesky", "triangular_solve", "lu", "eigh"),
-        *("custom_call", "ffi_call", "pure_callback", "io_callback", "rng_bit_generator"),
-        *("all_gather", "all_to_all", "psum", "psum2", "psum_invariant", "ppermute"),
-        *("psum_scatter", "reduce_scatter", "while", "scan", "cond", "remat", "remat2"),
+        *("sort", "top_k", "scatter", "scatter-add", "cumsum", "cumlogsumexp", "cummax", "cummin"),
+        *("cumprod", "fft", "cholesky", "triangular_solve", "lu", "eigh", "ffi_call"),
+        *("pure_callback", "io_callback", "rng_bit_generator", "all_gather", "all_to_all", "psum"),
+        *("psum_invariant", "ppermute", "reduce_scatter", "while", "scan", "cond"),
     )
 )
 """Operations that XLA fuses with no others: their operands and results are in memory."""
 
 INNER = {
     "jit": ("jaxpr",),
-    "pjit": ("jaxpr",),
-    "closed_call": ("call_jaxpr",),
-    "core_call": ("call_jaxpr",),
     "eval_jaxpr": ("call_jaxpr",),
     "custom_jvp_call": ("call_jaxpr",),
     "custom_vjp_call": ("call_jaxpr",),
-    "remat": ("jaxpr",),
     "remat2": ("jaxpr",),
-    "checkpoint": ("jaxpr",),
     "scan": ("jaxpr",),
     "while": ("cond_jaxpr", "body_jaxpr"),
     "cond": ("branches",),

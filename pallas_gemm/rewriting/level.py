@@ -2,7 +2,7 @@
 
 import heapq
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from jax.extend import core
@@ -41,7 +41,7 @@ class Level:
 
     def _add(self, equation: Any, bit: int = 0) -> None:
         above = before = 0
-        for x in dict.fromkeys(_variables(equation)):
+        for x in dict.fromkeys(variables(equation)):
             self._readers.setdefault(x, []).append(equation)
             above |= self._above.get(x, 0)
             before = max(before, self._depth.get(x, 0))
@@ -88,7 +88,7 @@ class Level:
 
     def depth_before(self, equation: Any) -> int:
         """Returns the depth of what an equation reads."""
-        return max((self._depth.get(x, 0) for x in _variables(equation)), default=0)
+        return max((self._depth.get(x, 0) for x in variables(equation)), default=0)
 
     def is_stored(self, x: Any, *, but: Any = None) -> bool:
         """Whether a value is in memory, whatever one equation does with it."""
@@ -120,7 +120,7 @@ class Level:
 
     def _put(self, equation: Any, place: float) -> None:
         self._stand(equation, place)
-        for x in dict.fromkeys(_variables(equation)):
+        for x in dict.fromkeys(variables(equation)):
             self._readers.setdefault(x, []).append(equation)
         for x in equation.outvars:
             self._maker[x] = equation
@@ -160,7 +160,7 @@ class Level:
     def remove(self, equation: Any) -> None:
         """Removes an equation."""
         del self._equations[self._place[id(equation)]]
-        for x in {x for x in equation.invars if isinstance(x, core.Var)}:
+        for x in set(variables(equation)):
             self._readers[x] = [own for own in self._readers[x] if own is not equation]
 
     def is_there(self, equation: Any) -> bool:
@@ -205,7 +205,7 @@ class Level:
         wakes: dict[float, list[float]] = {}
         last = None
         for place, equation in sorted(self._equations.items()):
-            before = {self._place[id(makers[x])] for x in _variables(equation) if x in makers}
+            before = {self._place[id(makers[x])] for x in variables(equation) if x in makers}
             # Simulated kernels have effects that nobody sees.
             if equation.effects and not equation.primitive.name.startswith("pallas_gemm"):
                 before |= set() if last is None else {last}
@@ -232,14 +232,15 @@ def _is_in_order(equations: Sequence[Any]) -> bool:
     """Whether each equation reads only what is given, or was made before."""
     to_come = {x for e in equations for x in e.outvars}
     for equation in equations:
-        if not to_come.isdisjoint(_variables(equation)):
+        if not to_come.isdisjoint(variables(equation)):
             return False
         to_come.difference_update(equation.outvars)
     return True
 
 
-def _variables(equation: Any) -> Iterator[Any]:
-    return (x for x in equation.invars if isinstance(x, core.Var))
+def variables(equation: Any) -> list[Any]:
+    """Returns the values that an equation reads, without numbers."""
+    return [x for x in equation.invars if isinstance(x, core.Var)]
 
 
 def renamed(

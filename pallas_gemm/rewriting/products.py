@@ -222,7 +222,7 @@ def _why_left(equation: Any) -> str | None:
     types = (*given, result)
     if any(map(_is_split_by_type, types)):
         return "the types of the operands say how a mesh splits them"
-    if any(map(_is_partial, types)):
+    if any(map(mesh_context.is_partial_sum, types)):
         return "the type of an operand says that it is reduced, or unreduced"
     meshes = [own for x in given if (own := x.sharding.mesh).size > 1]
     why = mesh_context.why_not_shared(*meshes) if meshes else None
@@ -232,11 +232,6 @@ def _why_left(equation: Any) -> str | None:
 def _is_split_by_type(aval: Any) -> bool:
     mesh = aval.sharding.mesh
     return mesh.size > 1 and AxisType.Explicit in mesh.axis_types
-
-
-def _is_partial(aval: Any) -> bool:
-    spec, in_shard_map = aval.sharding.spec, aval.manual_axis_type
-    return bool(spec.reduced or spec.unreduced or in_shard_map.unreduced)
 
 
 def dense(equation: Any, how: How) -> Dense | str:
@@ -289,19 +284,17 @@ def _why(decision: dispatch.Decision) -> str:
     return "; ".join((decision.reason, *(why for each in telling for why in each)))
 
 
-def equation_of(own: Dense, like: Any) -> Any:
-    """Returns the equation of our product, in the place of JAX's."""
-    signature = signature_of(avals_of(own.factors))
+def equation_of(
+    call: Call, dims: Contraction, operands: tuple[Any, ...], out: Any, like: Any
+) -> Any:
+    """Returns the equation of a product of ours, in the place of another."""
+    devices = mesh_context.device_request(call, operands)
     return like.replace(
-        invars=list(own.factors),
-        outvars=[own.out],
+        invars=list(operands),
+        outvars=[out],
         primitive=product_p,
-        params={
-            "call": own.call,
-            "contraction": own.dims,
-            "devices": mesh_context.device_request(own.call, own.factors),
-        },
-        effects=lowering.effects(*merged(own.call, own.dims, signature)[:2]),
+        params={"call": call, "contraction": dims, "devices": devices},
+        effects=lowering.effects(*merged(call, dims, signature_of(avals_of(operands)))[:2]),
     )
 
 

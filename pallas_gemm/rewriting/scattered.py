@@ -17,10 +17,8 @@ from jax import lax
 from jax.extend import core
 
 from pallas_gemm.kernels.functions.split import ELEMENTWISE
-from pallas_gemm.rewriting.level import renamed
+from pallas_gemm.rewriting.level import renamed, variables
 
-NAMES = frozenset(("scatter-add", "scatter_add"))
-"""JAX's names of the operation."""
 CLIP = lax.GatherScatterMode.CLIP
 MODES = (
     *(lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS),
@@ -58,7 +56,7 @@ def chosen(jaxpr: core.Jaxpr, equations: Sequence[Any]) -> Sequence[Any]:
     kept = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
     for equation in equations:
         if equation.primitive.name not in ELEMENTWISE:
-            kept.update(x for x in equation.invars if isinstance(x, core.Var))
+            kept.update(variables(equation))
     changed: list[Any] = []
     for equation in equations:
         own = added.get(equation.outvars[0]) if equation.outvars else None
@@ -76,7 +74,7 @@ def _is_of_zeros(equation: Any) -> bool:
 
 def _of_each_row(equation: Any, makers: Mapping[Any, Any]) -> _Numbers | None:
     """Returns what an equation adds to zeros if it is a number in each row, along the last axis."""
-    if equation.primitive.name not in NAMES or equation.effects:
+    if equation.primitive is not lax.scatter_add_p or equation.effects:
         return None
     into, places, numbers = equation.invars
     if not into.aval.shape or not _is_of_zeros(makers.get(into)):

@@ -226,7 +226,8 @@ class Rewriter:
             # XLA reads transposed operands as they are stored, too.
             return own
         own = self._as_wanted(own, level)
-        level.replace(equation, products.equation_of(own, equation))
+        new = products.equation_of(own.call, own.dims, own.factors, own.out, equation)
+        level.replace(equation, new)
         return own
 
     def _as_wanted(self, own: Dense, level: Level) -> Dense:

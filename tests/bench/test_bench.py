@@ -235,7 +235,7 @@ def test_one_array_is_both_operands_of_a_symmetric_product(layout: str) -> None:
         np.testing.assert_allclose(result.astype(jnp.float32), expected, rtol=0.02, atol=0.1)
     # Half of it, and the whole, of which dispatch takes what is faster.
     assert {problem.symmetric for problem in tune.products_of(case, H200)} == {"gram", ""}
-    assert "bare product" in (peers.Kernel(lambda _: [HopperConfig()], H200).refusal(case) or "")
+    assert "bare product" in (peers.Kernel([HopperConfig()], H200).refusal(case) or "")
 
 
 def test_rows_are_promised_by_a_peer_of_bare_products() -> None:
@@ -273,7 +273,7 @@ def test_blocks_have_scales_of_their_own() -> None:
         assert result.dtype == jnp.bfloat16
         error = np.linalg.norm(np.asarray(result, np.float64) - expected)
         assert error < 0.01 * np.linalg.norm(expected)
-    assert "bare product" in (peers.Kernel(lambda _: [HopperConfig()], H200).refusal(case) or "")
+    assert "bare product" in (peers.Kernel([HopperConfig()], H200).refusal(case) or "")
 
 
 @pytest.mark.parametrize(

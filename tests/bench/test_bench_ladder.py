@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 from bench import blackwell_ladder, command, hopper_ladder, ladder, machine, report, session, shapes
-from bench.peers import Xla
+from bench.peers import Kernel, Xla
 from pallas_gemm import offline
 from pallas_gemm.device import B200, H200, Device
 from pallas_gemm.planning import targeting
@@ -33,7 +33,8 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns a function that makes up a GPU on which each step takes a millisecond less."""
 
     def of(device: Device | None, broken: str = "") -> None:
-        def step(name: str, *_: Any) -> MadeUpPeer:
+        def step(_: Any, device: Device, name: str) -> MadeUpPeer:
+            del device
             return MadeUpPeer(name, breaks=fails if name == broken else lambda: None)
 
         seconds = {
@@ -47,7 +48,7 @@ def made_up(monkeypatch: pytest.MonkeyPatch) -> Any:
         monkeypatch.setattr(targeting, "first_gpu", lambda: device)
         monkeypatch.setattr(machine, "open_bench", lambda _: bench)
         monkeypatch.setattr("bench.workers.Workers", contextlib.nullcontext)
-        monkeypatch.setattr(ladder, "Step", step)
+        monkeypatch.setattr(ladder, "Kernel", step)
 
     return of
 
@@ -165,7 +166,7 @@ def test_the_steps_are_listed_anywhere(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_step_is_lowered_for_the_gpu_by_another_process_too() -> None:
-    step = ladder.Step("last", blackwell_ladder.STEPS["8 launch control"], B200)
+    step = Kernel([blackwell_ladder.STEPS["8 launch control"]], B200, "last")
     case = shapes.parse(blackwell_ladder.size_case(2048))
     assert step.refusal(case) is None
     (candidate,) = step.candidates(case)

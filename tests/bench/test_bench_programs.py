@@ -53,7 +53,7 @@ STARTED = [
 @pytest.mark.parametrize("program", STARTED, ids=lambda path: path.name)
 def test_each_reads_its_command_line_as_the_others_do(program: pathlib.Path) -> None:
     text = program.read_text()
-    assert "flags_parser=command.parser(" in text
+    assert "    command.start(" in text
     # `--help` begins with it, in a window of 80 columns.
     shown = ast.get_docstring(ast.parse(text)) or ""
     assert 0 < max(map(len, shown.splitlines())) <= 80

@@ -451,13 +451,6 @@ def test_a_figure_is_drawn_from_the_rows_that_are_kept(
     assert figures.FIGURES[name]().startswith(b"\x89PNG")
 
 
-def tune_options(*arguments: str) -> tune.Options:
-    values = flags.FlagValues()
-    tune.define_flags(values)
-    values(["tune", *arguments])
-    return tune.options_from(values)
-
-
 def made_up_tools() -> tuning.Tools:
     def build(problem: Problem, *_: object) -> tuning.Runner:
         return jax.jit(trials.by_xla(problem))
@@ -554,11 +547,10 @@ def test_a_run_that_is_stopped_keeps_what_it_has(
 
 def test_products_are_tuned_once_and_not_again() -> None:
     cases = tuple(map(shapes.parse, ("128x128x128", "128x128x128:both", "128x128x64")))
-    chosen = dataclasses.replace(tune_options(), cases=cases, most=3)
     (known,) = tune.products_of(cases[2], H200)
     before = tables.Table.of(H200.kind, {tables.Key.of(known): tables.Entry(HopperConfig())})
     console = Console(file=io.StringIO(), width=200)
-    found = list(tune.tuned_products(chosen, before, H200, made_up_tools(), console))
+    found = list(tune.tuned_products(cases, before, H200, made_up_tools(), console, 420, 3))
     layouts = sorted((tuned.problem.k, tuned.problem.layout) for tuned in found)
     assert layouts == [(128, "NN"), (128, "NT"), (128, "TN")]
     assert isinstance(console.file, io.StringIO)
@@ -573,10 +565,9 @@ def test_products_are_tuned_once_and_not_again() -> None:
 
 def test_no_product_is_begun_after_the_time_is_over() -> None:
     cases = tuple(shapes.parse(f"128x128x{k}") for k in (128, 192, 256))
-    chosen = dataclasses.replace(tune_options(), seconds=-1.0, cases=cases, most=2)
     console = Console(file=io.StringIO(), width=200)
     nothing = tables.Table(H200.kind)
-    found = list(tune.tuned_products(chosen, nothing, H200, made_up_tools(), console))
+    found = list(tune.tuned_products(cases, nothing, H200, made_up_tools(), console, -1, 2))
     assert [tuned.problem.k for tuned in found] == [128]
     assert isinstance(console.file, io.StringIO)
     assert "time is over: 2 products are left for --resume" in console.file.getvalue()

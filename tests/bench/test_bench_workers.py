@@ -135,7 +135,7 @@ def test_jaxs_kernel_is_lowered_for_a_gpu_that_its_process_lacks() -> None:
 
 def test_our_kernel_is_lowered_as_it_is_compiled_here() -> None:
     config = tuning_space.configs(CASE.problem, H200, ARCHITECTURES[0])[0]
-    (candidate,) = peers.Kernel(lambda _: [config], H200).candidates(CASE)
+    (candidate,) = peers.Kernel([config], H200).candidates(CASE)
     assert candidate.program is not None
     program = sent(candidate.program)
     report = offline.compile_report(program.make(*program.args), *program.operands, target="h200")

@@ -220,7 +220,7 @@ def test_scaled_factors_are_rounded_as_tensor_cores_read_them_where_the_result_i
         (BF16, lax.DotAlgorithmPreset.F32_F32_F32, True),
     ):
         call = Call(out, epilogue=own, precision=precision)
-        ready, given = xla.scaled_factors(call, Operands(fine, one), lambda x: x, lambda x: x, None)
+        ready, given = xla.scaled_factors(call, Operands(fine, one), lambda _, value, __: value)
         assert (given.a == fine)[0].tolist() == [True, kept]
         assert ready.precision == ((HIGHEST,) * 2 if kept else precision)
         assert not ready.epilogue.blocks

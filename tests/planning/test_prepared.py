@@ -3,6 +3,7 @@
 import csv
 import functools
 import pathlib
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -51,28 +52,50 @@ def _stored(row: dict[str, str]) -> tuple[int, int, int, bool, bool]:
     return m, n, k, left, right
 
 
-def _asked(row: dict[str, str]) -> str:
+def _asked(row: dict[str, str], **follows: str) -> str:
     """Returns what computes a measured product."""
     m, n, k, left, right = _stored(row)
     shapes = ((k, m) if left else (m, k)), ((n, k) if right else (k, n))
     operands = [jax.ShapeDtypeStruct(shape, row["dtype"]) for shape in shapes]
     with target("h200"):
-        found = explain(lambda a, b: gemm(a, b, transpose_a=left, transpose_b=right), *operands)
+        product = functools.partial(gemm, transpose_a=left, transpose_b=right, **follows)
+        found = explain(product, *operands)
     return found.implementation
 
 
 def test_the_faster_one_computes_most_products_that_were_measured_both_ways() -> None:
     with (RESULTS / "h200_odd_sizes.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if row["seed"] == "5"]
+    # Those of float32 were measured with passes that are no more: `h200_tf32.csv` has others.
+    rows = [row for row in rows if row["dtype"] != "float32"]
     over_xla = np.array([float(row["xla_us"]) / float(row["kernel_us"]) for row in rows])
     taken = np.array([_asked(row) == "hopper" for row in rows])
     lines = np.array([_begins_in_a_line(row) for row in rows])
-    assert (len(rows), lines.sum()) == (130, 75)
+    assert (len(rows), lines.all()) == (59, True)
     gained = np.where(taken, over_xla, 1.0)
     assert gained.min() > 0.94
-    assert np.exp(np.log(gained[lines]).mean()) > 1.18
-    # Whole lines of float32 are read by XLA as fast as memory allows.
-    assert not taken[~lines].any()
+    assert np.exp(np.log(gained).mean()) > 1.18
+
+
+@pytest.mark.parametrize(
+    ("drawn", "function", "number", "gained", "best"),
+    [
+        *(("21", "none", 18, 1.11, 1.19), ("21", "gelu", 18, 1.33, 1.35)),
+        *(("22", "none", 44, 1.17, 1.23), ("22", "gelu", 44, 1.27, 1.32)),
+    ],
+)
+def test_of_float32_what_is_chosen_is_nearly_as_fast_as_the_faster_one(
+    drawn: str, function: str, number: int, gained: float, best: float
+) -> None:
+    with (RESULTS / "h200_tf32.csv").open() as file:
+        rows = [row for row in csv.DictReader(file) if row["drawn"] == drawn]
+    rows = [row | {"dtype": "float32"} for row in rows if row["function"] == function]
+    over_xla = np.array([float(row["xla_us"]) / float(row["kernel_us"]) for row in rows])
+    follows = {"activation": "gelu"} if function == "gelu" else {}
+    taken = np.array([_asked(row, **follows) == "hopper" for row in rows])
+    assert len(rows) == number
+    assert np.exp(np.log(np.where(taken, over_xla, 1.0)).mean()) > gained
+    assert np.exp(np.log(np.maximum(over_xla, 1.0)).mean()) < best
 
 
 def _begins_in_a_line(row: dict[str, str]) -> bool:
@@ -103,56 +126,30 @@ def test_odd_sizes_are_judged_by_the_time_with_passes(
 
 
 @pytest.mark.parametrize("epilogue", [{}, {"activation": "gelu"}], ids=["plain", "gelu"])
-def test_few_rows_of_float32_are_not_rounded_first(epilogue: dict[str, str]) -> None:
-    """64 x 5120 x 11008 takes 170 us so on an H200, and 68 by XLA."""
-    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((64, 11008), (5120, 11008)))
+def test_few_rows_of_float32_need_no_pass(epilogue: dict[str, str]) -> None:
+    """40 x 672 x 4096 takes 6.8 us on an H200, and 9.3 by XLA."""
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((40, 4096), (672, 4096)))
     with target("h200"):
         found = explain(lambda a, b: gemm(a, b, transpose_b=True, **epilogue), a, b)
-    assert found.implementation == "xla"
-
-
-def test_each_operand_is_rounded_once_and_that_is_counted() -> None:
-    shapes = (512, 1024), (2048, 1024)
-    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
-    with target("h200"):
-        named = explain(lambda a, b: gemm(a, b, transpose_b=True, implementation="hopper"), a, b)
-        turned = explain(
-            lambda a, b: gemm(a.T, b, transpose_b=True, implementation="hopper"),
-            jax.ShapeDtypeStruct((1024, 512), jnp.float32),
-            b,
-        )
-    assert named.plan is not None
-    assert list(map(str, named.plan.realigned.passes)) == [
-        "round a to 512 x 1024 of tf32: moves 4.2 MB",
-        "round b to 2048 x 1024 of tf32: moves 16.8 MB",
-    ]
-    assert turned.plan is not None
-    assert [step.action for step in turned.plan.realigned.passes] == ["transpose", "round"]
-
-
-def test_groups_of_float32_are_rounded_with_all_their_matrices() -> None:
-    a, b = (jax.ShapeDtypeStruct(x, jnp.float32) for x in ((512, 1024), (8, 2048, 1024)))
-    with target("h200"):
-        sizes = jax.ShapeDtypeStruct((8,), jnp.int32)
-        found = explain(lambda a, b, s: grouped_gemm(a, b, s, transpose_b=True), a, b, sizes)
+    assert found.implementation == "hopper"
     assert found.plan is not None
-    assert found.plan.realigned.bytes == 8 * (512 * 1024 + 8 * 2048 * 1024)
+    assert not found.plan.realigned.passes
 
 
-def test_nothing_is_saved_where_what_is_turned_is_rounded_as_well() -> None:
-    hints = []
-    for dtype in (jnp.float32, jnp.float8_e4m3fn):
-        a, b = (jax.ShapeDtypeStruct(x, dtype) for x in ((512, 1024), (8, 1024, 2048)))
-        with target("h200"):
-            found = explain(grouped_gemm, a, b, jax.ShapeDtypeStruct((8,), jnp.int32))
-        assert found.plan is not None
-        assert "transpose" in [step.action for step in found.plan.realigned.passes]
-        hints.append("store b" in str(found))
-    assert hints == [False, True]
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float8_e4m3fn], ids=str)
+def test_what_is_turned_is_the_one_pass_and_could_be_saved(dtype: Any) -> None:
+    a, b = (jax.ShapeDtypeStruct(x, dtype) for x in ((512, 1024), (8, 1024, 2048)))
+    with target("h200"):
+        found = explain(grouped_gemm, a, b, jax.ShapeDtypeStruct((8,), jnp.int32))
+    assert found.plan is not None
+    assert [step.action for step in found.plan.realigned.passes] == ["transpose"]
+    assert "store b" in str(found)
 
 
 @pytest.mark.parametrize(("over_xla", "taken"), [(1.1, "hopper"), (0.9, "xla")])
-def test_what_was_tuned_was_timed_with_its_rounding(over_xla: float, taken: str) -> None:
+def test_what_was_tuned_in_float32_is_taken_where_it_was_faster(
+    over_xla: float, taken: str
+) -> None:
     shapes = (512, 1024), (2048, 1024)
     a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes)
     problem = Problem(512, 2048, 1024, *3 * [np.dtype(np.float32)], transpose_b=True)

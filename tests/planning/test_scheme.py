@@ -97,7 +97,7 @@ def test_arrays_add_up_to_an_operand(own: Scheme, left: float) -> None:
     x = rng.standard_normal(4096) * 10.0 ** rng.integers(-27, 30, 4096)
     x = np.append(x, [0, 1, -1, 3.4028e38, -3.4028e38, 1 + 2**-23]).astype(np.float32)
     arrays = own.arrays(jnp.asarray(x))
-    assert [array.dtype for array in arrays] == [own.dtype] * own.parts
+    assert [array.dtype for array in arrays] == [own.dtype] * own.count
     total = sum(reference.wide(array) for array in arrays)
     assert np.all(np.abs(total - x) <= left * np.abs(x))
 
@@ -242,10 +242,10 @@ def test_a_split_is_counted_and_shown(name: str) -> None:
     splits = [step for step in found.plan.realigned.passes if step.action == "split"]
     assert [step.operand for step in splits] == ["a", "b"]
     measured = 4 * (own.otherwise is not None)
-    moved = 4096**2 * (measured + 4 + own.parts * own.dtype.itemsize)
+    moved = 4096**2 * (measured + 4 + own.count * own.dtype.itemsize)
     assert found.plan.realigned.bytes == 2 * moved
     assert str(own) in " ".join(str(found).split())
-    assert f"{own.parts} arrays" in str(found)
+    assert f"{own.count} arrays" in str(found)
 
 
 def test_a_longest_sum_takes_so_many_partial_sums() -> None:

@@ -25,9 +25,8 @@ from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused import fused_p
 from pallas_gemm.op.fused_groups import fused_groups_p
 from pallas_gemm.op.grouped import NO_FORM, grouped_p
-from pallas_gemm.op.loss.loss import function_of, statistics_p
-from pallas_gemm.op.loss.loss_waiting import kernels as waiting_kernels
-from pallas_gemm.op.loss.loss_waiting import waiting_p
+from pallas_gemm.op.loss.loss import function_of, statistics_p, waiting_p
+from pallas_gemm.op.loss.loss import kernels as waiting_kernels
 from pallas_gemm.op.product import product_p
 from pallas_gemm.op.projections import operands_of_each, projections_p
 from pallas_gemm.op.quantize import quantize_p
@@ -133,7 +132,7 @@ def quantized(program: Trace, device: Any) -> tuple[str, ...]:
     for operation in program.operations:
         if operation.equation.primitive is quantize_p:
             named = operation.equation.params
-            signature = signature_of(tuple(x.aval for x in operation.equation.invars))
+            signature = signature_of(x.aval for x in operation.equation.invars)
             own = quantize.decide(
                 named["how"], signature, named["target"] or device, named["implementation"]
             )
@@ -173,7 +172,7 @@ def _of_product(operation: Operation, turned: list[Turned | None]) -> Asked:
     """Returns one product, of operands as they are stored where it is lowered so."""
     equation = operation.equation
     call, dims = (equation.params[x] for x in ("call", "contraction"))
-    given = signature_of(tuple(v.aval for v in equation.invars))
+    given = signature_of(v.aval for v in equation.invars)
     common = _common(operation)
     if not common["meshes"]:
         # What another function turns, a product does not see.
@@ -197,7 +196,7 @@ def _of_product(operation: Operation, turned: list[Turned | None]) -> Asked:
 def _of_ours(operation: Operation, turned: list[Turned | None]) -> Iterator[Asked]:
     """Yields the products of one primitive of ours."""
     equation, common = operation.equation, _common(operation)
-    given = signature_of(tuple(v.aval for v in equation.invars))
+    given = signature_of(v.aval for v in equation.invars)
     if equation.primitive in (statistics_p, waiting_p):
         yield from _of_last_layer(equation, common)
         return
@@ -239,7 +238,7 @@ def _of_last_layer(equation: Any, common: Mapping[str, Any]) -> Iterator[Asked]:
     keep = equation.params.get("keep", False)
     every = waiting_kernels(avals) if waits else [(avals, keep)]
     for types, keep in every:
-        function, own = function_of(layer, keep, types), signature_of(tuple(types))
+        function, own = function_of(layer, keep, types), signature_of(types)
         yield _of_dense_function(equation, layer.call, layer.contraction, function, own, common)
 
 
@@ -298,7 +297,7 @@ def _of_jax(operation: Operation) -> Asked:
     """Returns a product of JAX's own as it would be if it were asked of this package."""
     equation = operation.equation
     common = _common(operation) | {"is_ours": lines.is_ours(equation.source_info)}
-    given = signature_of(tuple(v.aval for v in equation.invars))
+    given = signature_of(v.aval for v in equation.invars)
     own = _grouped(equation, given) if len(given) > 2 else _dense(equation, given)
     dtype = np.dtype(equation.outvars[0].aval.dtype)
     types = {kind for _, kind in given[:2]}

@@ -122,11 +122,8 @@ def _hints(group: Group) -> Iterator[str]:
     slow = bool(_telling(decision)) if plan is None else plan.realigned.bytes > 0
     slow = slow and (plan is None or plan.realigned.scheme is None)
     if slow and problem.a_dtype.name == problem.b_dtype.name == "float32":
-        yield "dtype=bfloat16: float32 products are XLA's, or need passes over their operands"
-    # Whatever is rounded takes a pass, however it is stored.
-    if plan is None or plan.realigned.problem.a_dtype.name == "float32":
-        return
-    for step in plan.realigned.passes:
+        yield "dtype=bfloat16: operands of 16 bits are multiplied as they are stored"
+    for step in plan.realigned.passes if plan is not None else ():
         if (hint := _hint_of_step(step, problem)) is not None:
             yield hint
 

@@ -14,6 +14,7 @@ import numpy as np
 from jax.extend import core
 from jax.extend.core import primitives
 
+from pallas_gemm.kernels.functions.flat import key_of
 from pallas_gemm.rewriting import kinds
 
 _SAME = frozenset(("reshape", "squeeze", "expand_dims", "name", "copy", "sharding_constraint"))
@@ -173,7 +174,7 @@ class _Writer:
             own = [Value(var.aval) for var in jaxpr.invars]
             self.left += self.write(jaxpr, own, repeated, gradient)
         avals = [v.aval for v in equation.outvars]
-        key = None if inner or kinds.is_apart(equation) else _key(equation, inputs)
+        key = None if inner or kinds.is_apart(equation) else key_of(equation, *map(id, inputs))
         if key is not None and key in self._known:
             return self._known[key]
         made = self._made(equation, inputs, avals, times, gradient)
@@ -214,15 +215,3 @@ def _upright(value: Value) -> Value:
     """Returns what is turned, as it is before."""
     own = value.made_by
     return own.inputs[0] if own is not None and own.name == "transpose" else value
-
-
-def _key(equation: Any, inputs: tuple[Value, ...]) -> Any:
-    """Returns what equal operations have in common; None if nobody can tell."""
-    if equation.effects:
-        return None
-    key = equation.primitive.name, tuple(map(id, inputs)), tuple(sorted(equation.params.items()))
-    try:
-        hash(key)
-    except TypeError:
-        return None
-    return key

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import function, notes
+from pallas_gemm.api import function
 from pallas_gemm.api.groups import groups
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels.functions import flat
@@ -60,8 +60,7 @@ def _computed(call: GroupedCall, of_rows: OfRows, operands: tuple[Any, ...]) -> 
     """
     a, b, *_ = operands
     if why := groups.why_jax(call, operands):
-        groups.refuse_promised(call.options, why)
-        notes.note_outside((a, b), call.out_dtype, why)
+        groups.leave_to_jax(call.options, (a, b), call.out_dtype, why)
         return fused_groups.apart(call, of_rows, *operands, multiply=xla_groups.by_jax)
     call = numerics.resolved_groups(call, a, b, finished=True)
     on_mesh = mesh_context.is_on_mesh(*operands)

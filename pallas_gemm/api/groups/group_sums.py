@@ -5,17 +5,14 @@ from typing import Any
 
 import jax
 
-from pallas_gemm.api import arguments, blocks, extras, notes
+from pallas_gemm.api import arguments, blocks, extras
 from pallas_gemm.api.blocks import Factor
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.gemm import Order
 from pallas_gemm.api.groups import groups
-from pallas_gemm.call import Numerics, Operands, signature_of
+from pallas_gemm.call import Numerics, Operands
 from pallas_gemm.config import GemmConfig
-from pallas_gemm.op.grouped import grouped
-from pallas_gemm.planning import dispatch
 from pallas_gemm.planning import numerics as planned
-from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.problem import SCALES, Epilogue
 
 
@@ -102,13 +99,7 @@ def group_sums(  # noqa: PLR0913 - each is a keyword
     arguments.epilogue_dtype(formula, (a.dtype, b.dtype), call.out_dtype)
     call = dataclasses.replace(call, contracted=True, transpose_b=last, epilogue=formula)
     every = (a, b, sizes, *(getattr(scales, name) for name in formula.operands))
-    if why := groups.why_jax(call, every):
-        groups.refuse_promised(call.options, why)
-        notes.note_outside((a, b), call.out_dtype, why)
-        return xla_groups.by_jax(call, *every)
-    call = planned.resolved_groups(call, a, b)
-    dispatch.check(call, signature_of(every))
-    return grouped(call, *every)
+    return groups.answer(call, every)
 
 
 def _scales(given: dict[str, Any], factors: tuple[Factor, Factor]) -> Operands:

@@ -12,20 +12,18 @@ import numpy as np
 from jax import lax
 from jax.lax import ragged_dot_general as stock_ragged_dot_general
 
-from pallas_gemm.api import arguments, blocks, extras, function, notes, request
+from pallas_gemm.api import arguments, blocks, extras, function, request
 from pallas_gemm.api.eager import compiled
 from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.api.gemm import Activation, Order
 from pallas_gemm.api.groups import function_of_groups, groups
-from pallas_gemm.call import Numerics, Operands, Options, signature_of
+from pallas_gemm.call import Numerics, Operands
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels.functions import activations
 from pallas_gemm.op.grouped import NO_FORM, form_of, grouped, mapped_form
 from pallas_gemm.op.mesh.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
-from pallas_gemm.planning import dispatch
 from pallas_gemm.planning import numerics as planned
-from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.by_xla.xla_groups import ROWS
 from pallas_gemm.problem import SCALES, Epilogue, element_type
 
@@ -273,13 +271,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     every = (a, b, *([] if up is None else [up]), sizes, *last)
     if others is not None:
         return function_of_groups.answer(call, every, epilogue, others)
-    if why := groups.why_jax(call, every):
-        groups.refuse_promised(call.options, why)
-        notes.note_outside((a, b), call.out_dtype, why)
-        return xla_groups.by_jax(call, *every)
-    call = planned.resolved_groups(call, a, b)
-    dispatch.check(call, signature_of(every))
-    return grouped(call, *every)
+    return groups.answer(call, every)
 
 
 def _of_function(
@@ -328,10 +320,11 @@ def _general(  # noqa: PLR0913 - as of what calls it
         return permuted(_general(lhs, rhs, sizes, *last, numerics=numerics), *places)
     given = lhs, rhs, sizes, numbers, precision, preferred
     stock = functools.partial(stock_ragged_dot_general, *given, out_sharding=out_sharding)
-    by_jax = functools.partial(_by_jax, stock, options, (lhs, rhs))
     if form is None or out_sharding is not None:
         dtype = lhs.dtype if preferred is None else preferred
-        return by_jax("out_sharding is given" if form else NO_FORM, dtype)
+        why = "out_sharding is given" if form else NO_FORM
+        groups.leave_to_jax(options, (lhs, rhs), np.dtype(dtype), why)
+        return stock()
     contracted, transposed = form
     with _as_jax_says(lhs, rhs, sizes, numbers):
         groups.check(lhs, rhs, sizes, contracted=contracted, transposed=transposed)
@@ -339,17 +332,9 @@ def _general(  # noqa: PLR0913 - as of what calls it
     call = groups.call_of(lhs, rhs, sizes, preferred, precision, options)
     call = dataclasses.replace(call, transpose_b=transposed, contracted=contracted)
     if why := groups.why_jax(call, (lhs, rhs)):
-        return by_jax(why, call.out_dtype)
+        groups.leave_to_jax(options, (lhs, rhs), call.out_dtype, why)
+        return stock()
     return grouped(planned.resolved_groups(call, lhs, rhs), lhs, rhs, sizes)
-
-
-def _by_jax(
-    stock: Callable[[], jax.Array], options: Options, factors: Any, why: str, dtype: Any
-) -> jax.Array:
-    """Computes a product by JAX's own function, of which nothing may be promised."""
-    groups.refuse_promised(options, why)
-    notes.note_outside(factors, np.dtype(dtype), why)
-    return stock()
 
 
 def _mapped(

@@ -8,11 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.lax import dot
 
-from pallas_gemm.api import arguments, request
-from pallas_gemm.call import GroupedCall, Options
+from pallas_gemm.api import arguments, notes, request
+from pallas_gemm.call import GroupedCall, Options, signature_of
 from pallas_gemm.kernels import element_types
-from pallas_gemm.planning import numerics, scheme
+from pallas_gemm.op.grouped import grouped
+from pallas_gemm.planning import dispatch, numerics, scheme
 from pallas_gemm.planning import precision as precisions
+from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.targeting import known_target
 from pallas_gemm.problem import element_type
 
@@ -45,10 +47,29 @@ def call_of(
     return GroupedCall(dtype, precision=resolved, options=options)
 
 
-def refuse_promised(options: Options, why: str) -> None:
-    """Raises an error if something is promised of what no kernel computes."""
-    if options.numerics is not None:
-        raise ValueError(numerics.why_not_kept(options.numerics, why))
+def leave_to_jax(options: Options, factors: Any, out_dtype: Any, why: str) -> None:
+    """Notes that JAX's own function computes a product.
+
+    Raises:
+        ValueError: Something is promised of it.
+    """
+    numerics.refuse_promised(options, why)
+    notes.note_outside(factors, out_dtype, why)
+
+
+def answer(call: GroupedCall, operands: Any) -> jax.Array:
+    """Computes a product, by JAX's own function where no kernel does.
+
+    Raises:
+        ValueError: Something is named, or promised, that cannot be.
+    """
+    factors = operands[:2]
+    if why := why_jax(call, operands):
+        leave_to_jax(call.options, factors, call.out_dtype, why)
+        return xla_groups.by_jax(call, *operands)
+    call = numerics.resolved_groups(call, *factors)
+    dispatch.check(call, signature_of(operands))
+    return grouped(call, *operands)
 
 
 def arrays(

@@ -9,7 +9,7 @@ from flax import linen as nn
 from flax import traverse_util
 
 from pallas_gemm.flax.linen.dense import Dense, promoted, refuse_dot_general
-from pallas_gemm.layers import few_bits, fused, per_channel
+from pallas_gemm.layers import few_bits, fused
 
 
 class QuantizedDense(Dense):
@@ -59,25 +59,18 @@ class QuantizedDense(Dense):
             boxed = self.kernel_init(self.make_rng("params"), shape, param_dtype)
             kernel = flax.core.meta.unbox(boxed)
             dtype = fused.layer_type("quantized_dtype", self.quantized_dtype)
-            if self.bits is None:
-                return _quantized(kernel, dtype)
             return few_bits.stored(kernel, self.bits, self.group, self.zero_points, dtype)
 
-        weights_alone = few_bits.check(self.bits, self.group, self.zero_points)
+        few_bits.check(self.bits, self.group, self.zero_points)
         stored = self.variable("quantized", "kernel", made).value
         bias = None
         if self.use_bias:
             bias = self.param("bias", self.bias_init, shape[1:], param_dtype)
-        if weights_alone:
-            operands = promoted(self, inputs, few_bits.record(stored, param_dtype), bias)
-            return fused.dense(operands, residual, **fused.options(self))
-        # The stock layer's kernel has a say in the type of its result.
-        stand_in = jax.numpy.zeros((), param_dtype)
-        operands = promoted(self, inputs, stand_in, bias)
-        options = fused.with_result(operands, residual, fused.options(self))
-        return per_channel.dense(
-            operands[0], per_channel.Quantized(**stored), operands[2], **options
-        )
+
+        def promote(kernel: Any) -> Any:
+            return promoted(self, inputs, kernel, bias)
+
+        return few_bits.dense(promote, stored, param_dtype, residual, fused.options(self))
 
 
 def quantized(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,23 +100,16 @@ def quantized(model: Mapping[str, Any], stock: Mapping[str, Any]) -> dict[str, A
             continue
         have, path = params.pop(tuple(layer), None), "/".join(layer)
         arrays = {own[-1]: x for own, x in wanted.items() if own[:-1] == tuple(layer)}
-        weights_alone = few_bits.is_stored(arrays)
         *lead, rows, columns = values.shape
-        shape = values.shape if weights_alone else (*lead, columns, rows)
+        shape = values.shape if few_bits.is_stored(arrays) else (*lead, columns, rows)
         if have is None or have.shape != shape:
             found = None if have is None else list(have.shape)
             raise ValueError(
                 f"{path} must be a kernel of shape {list(shape)} in the trained model, got {found}"
             )
-        kernels[tuple(layer)] = (
-            few_bits.stored_as(arrays, have) if weights_alone else _quantized(have, values.dtype)
-        )
+        kernels[tuple(layer)] = few_bits.stored_as(arrays, have)
     made = {
         "params": traverse_util.unflatten_dict(params),
         "quantized": traverse_util.unflatten_dict(kernels),
     }
     return stock | made
-
-
-def _quantized(kernel: jax.Array, dtype: Any) -> dict[str, jax.Array]:
-    return per_channel.quantize(kernel.swapaxes(-1, -2), dtype)._asdict()

@@ -1,5 +1,6 @@
 """Linear layers for `flax.nnx` whose weights are stored in few bits."""
 
+import functools
 from typing import Any
 
 import jax
@@ -7,7 +8,7 @@ from flax import nnx
 
 from pallas_gemm.flax.nnx.fp8 import Fp8Linear
 from pallas_gemm.flax.nnx.linear import Linear, value_of
-from pallas_gemm.layers import few_bits, fused, per_channel
+from pallas_gemm.layers import few_bits, fused
 
 
 class Quantized(nnx.Variable):
@@ -60,11 +61,8 @@ class QuantizedLinear(Linear):
         super().__init__(in_features, out_features, rngs=rngs, **options)
         dtype = fused.layer_type("quantized_dtype", quantized_dtype)
         kernel = self.kernel[...]
-        self.weights_alone = few_bits.check(bits, group, zero_points)
-        if bits is None:
-            made = per_channel.quantize(kernel.swapaxes(-1, -2), dtype)._asdict()
-        else:
-            made = few_bits.stored(kernel, bits, group, zero_points, dtype)
+        few_bits.check(bits, group, zero_points)
+        made = few_bits.stored(kernel, bits, group, zero_points, dtype)
         del self.kernel
         self.kernel_values, self.kernel_scale = Quantized(made["values"]), Quantized(made["scale"])
         if "zero" in made:
@@ -111,14 +109,9 @@ class QuantizedLinear(Linear):
         self, inputs: jax.Array, out_sharding: Any = None, *, residual: jax.Array | None = None
     ) -> jax.Array:
         """Computes what `Linear` does; the arguments are its."""
-        if self.weights_alone:
-            stored = {"values": self.kernel_values[...], "scale": self.kernel_scale[...]}
-            if hasattr(self, "kernel_zero"):
-                stored["zero"] = self.kernel_zero[...]
-            operands = self._operands(inputs, few_bits.record(stored, self.param_dtype))
-            return fused.dense(operands, residual, **self._options(out_sharding))
-        # The stock layer's kernel has a say in the type of its result.
-        operands = self._operands(inputs, jax.numpy.zeros((), self.param_dtype))
-        options = fused.with_result(operands, residual, self._options(out_sharding))
-        kernel = per_channel.Quantized(self.kernel_values[...], self.kernel_scale[...])
-        return per_channel.dense(operands[0], kernel, operands[2], **options)
+        stored = {"values": self.kernel_values[...], "scale": self.kernel_scale[...]}
+        if hasattr(self, "kernel_zero"):
+            stored["zero"] = self.kernel_zero[...]
+        promote = functools.partial(self._operands, inputs)
+        options = self._options(out_sharding)
+        return few_bits.dense(promote, stored, self.param_dtype, residual, options)

@@ -256,12 +256,7 @@ class BlackwellConfig(GemmConfig):
             )
 
     def _resource_refusals(self, problem: Problem, device: Device) -> Iterator[str]:
-        needed = self.shared_memory_bytes(problem)
-        if needed > device.shared_memory:
-            yield (
-                f"shared memory: needs {needed} bytes of {device.shared_memory};"
-                f" fewer stages than {self.stages} or a smaller tile than {self.tile} would fit"
-            )
+        yield from self._memory_refusals(self.shared_memory_bytes(problem), device)
         activated = problem.epilogue.activation is not None and not self.specialised
         if activated and self.store_columns > ISSUED_COLUMNS:
             yield (

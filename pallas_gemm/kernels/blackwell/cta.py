@@ -10,6 +10,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, protocol, smem
 from pallas_gemm.kernels.blackwell import launch_control
+from pallas_gemm.kernels.blackwell.config import SQUARE
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
 from pallas_gemm.kernels.traced import Scalar
 
@@ -88,13 +89,13 @@ def store_scratch(plan: BlackwellPlan) -> tuple[Smem, Any]:
     """The buffers of the epilogue, and the barriers of what it loads, if it loads anything."""
     config, problem = plan.config, plan.problem
     stores = (config.store_slots, config.tile[0], config.store_columns)
-    boxed = functools.partial(smem.boxed, [stores], simulated=plan.simulated)
+    mirrored = (config.store_slots, config.tile[0] // SQUARE, config.store_columns, SQUARE)
+    boxed = functools.partial(smem.boxed, simulated=plan.simulated)
+    added = problem.residual_dtype
     buffers = Smem(
-        out=None if config.direct_store else boxed(problem.out_dtype),
-        residual=None if problem.residual_dtype is None else boxed(problem.residual_dtype),
-        mirrored=smem.boxed([plan.mirrored_slots], problem.out_dtype, simulated=plan.simulated)
-        if problem.symmetric
-        else None,
+        out=None if config.direct_store else boxed([stores], problem.out_dtype),
+        residual=None if added is None else boxed([stores], added),
+        mirrored=boxed([mirrored], problem.out_dtype) if problem.symmetric else None,
     )
     loaded = plgpu.Barrier(num_barriers=config.store_slots) if problem.epilogue.residual else None
     return buffers, loaded

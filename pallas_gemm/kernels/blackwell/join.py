@@ -14,7 +14,7 @@ from pallas_gemm.kernels import joining, launch, work
 from pallas_gemm.kernels.blackwell import store
 from pallas_gemm.kernels.blackwell.cta import Barriers, Cta, Smem, store_scratch, sums_of, views
 from pallas_gemm.kernels.blackwell.plan import PAIR_AXIS, BlackwellPlan
-from pallas_gemm.kernels.traced import Ref, Scalar
+from pallas_gemm.kernels.traced import Ref, Scalar, divided
 
 
 def hand_over(cta: Cta, piece: work.Piece, turn: Scalar) -> None:
@@ -37,7 +37,9 @@ def kernel(plan: BlackwellPlan) -> Callable[[launch.Inputs], Any]:
     config = dataclasses.replace(plan.config, store_slots=1)
     plan = dataclasses.replace(plan, config=config)
     buffers, residual = store_scratch(plan)
-    second = joining.Second(
+    return joining.kernel(
+        plan,
+        functools.partial(_body, plan),
         name="pallas_gemm_blackwell_join",
         chunks=plan.cut_tiles * plan.ctas_per_mma * plan.chunks,
         warpgroups=1,
@@ -45,7 +47,6 @@ def kernel(plan: BlackwellPlan) -> Callable[[launch.Inputs], Any]:
         results=(jax.ShapeDtypeStruct(plan.stored.out_shape, plan.problem.out_dtype),),
         scratch=(buffers, Barriers(residual=residual)),
     )
-    return joining.kernel(plan, second, functools.partial(_body, plan))
 
 
 def _body(
@@ -53,8 +54,8 @@ def _body(
 ) -> None:
     """What a CTA does: it joins one chunk."""
     cta = Cta(plan, gmem, out[0], views(plan, buffers), None, barriers)
-    rest, chunk = joining.divided(lax.axis_index(launch.WORKER), plan.chunks)
-    tile, rank = joining.divided(rest, plan.ctas_per_mma)
+    rest, chunk = divided(lax.axis_index(launch.WORKER), plan.chunks)
+    tile, rank = divided(rest, plan.ctas_per_mma)
     at = joining.locate(plan, gmem.order, tile)
     rows, columns = plan.config.out_tile(plan.problem)
     at = at._replace(row=at.row + rank * rows)

@@ -334,10 +334,13 @@ def build(plan: BlackwellPlan) -> Callable[..., Any]:
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_blackwell",
-        grid=launch.Grid(plan.launched, {PAIR_AXIS: plan.ctas_per_mma}, plan.roles),
+        workers=plan.launched,
+        cluster={PAIR_AXIS: plan.ctas_per_mma},
+        warpgroups=plan.roles,
         results=joining.summands(plan) or stored,
         scratch=scratch(plan),
-        operations=launch.Operations(plan.portion(plan.problem.flops), activations),
+        flops=plan.portion(plan.problem.flops),
+        transcendentals=activations,
         interpret=plan.interpret,
     )
     joined = join.kernel(plan) if plan.joins else None

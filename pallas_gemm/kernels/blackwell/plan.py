@@ -4,7 +4,7 @@ import dataclasses
 import functools
 
 from pallas_gemm.kernels import protocol
-from pallas_gemm.kernels.blackwell.config import SQUARE, BlackwellConfig
+from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.operand import OperandPlan
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.problem import Problem
@@ -79,21 +79,11 @@ class BlackwellPlan(KernelPlan):
         return min(self.config.stages, self.k_steps) if self.halves > 1 else 0
 
     @property
-    def mirrored_slots(self) -> tuple[int, ...]:
-        """The shape of the store slots for mirror images: each of two boxes of `SQUARE` columns."""
-        config = self.config
-        return (config.store_slots, config.tile[0] // SQUARE, config.store_columns, SQUARE)
-
-    @property
     def stored(self) -> Problem:
         """The problem whose result is stored: of whole tiles where nothing clips the stores."""
         if not self.config.direct_store:
             return self.problem
-        grid, tile = self.config.grid(self.problem), self.config.out_tile(self.problem)
-        m, n = (
-            size * step * sharers
-            for size, step, sharers in zip(grid, tile, self.config.cluster, strict=True)
-        )
+        m, n = self.config.reach(self.problem)
         return dataclasses.replace(self.problem, m=m, n=n)
 
     @property

@@ -21,7 +21,7 @@ from pallas_gemm.kernels.blackwell import mirror
 from pallas_gemm.kernels.blackwell.cta import Cta, freed_of, sums_of
 from pallas_gemm.kernels.blackwell.plan import BlackwellPlan
 from pallas_gemm.kernels.ptx import arrays
-from pallas_gemm.kernels.traced import Ref, Scalar, Values
+from pallas_gemm.kernels.traced import Ref, Scalar, Values, divided
 
 LoadSums = Callable[[int, int], tuple[Any, ...]]
 """`load(first, width)`: some columns of a chunk, of each of the sums of a tile."""
@@ -67,7 +67,7 @@ def load_sums(cta: Cta, turn: Scalar, chunk: Scalar, first: int, width: int) -> 
 def free_when_read(cta: Cta, turn: Scalar, chunk: Scalar, chunks: int) -> None:
     """Frees a half of an accumulator with the last of its chunks; a tile has `chunks` of them."""
     per_half = chunks // cta.plan.halves
-    half, nth = _divided(chunk, per_half)
+    half, nth = divided(chunk, per_half)
     is_last = nth == per_half - 1
     pl.when(is_last)(functools.partial(free_accumulator, cta, turn, half))
 
@@ -76,11 +76,6 @@ def free_accumulator(cta: Cta, turn: Scalar, half: Scalar) -> None:
     """Lets the multiplier overwrite half of an accumulator, once its last columns are read."""
     plgpu.wait_load_tmem()
     plgpu.barrier_arrive(freed_of(cta, turn, half))
-
-
-def _divided(chunk: Scalar, per_half: int) -> tuple[Any, Any]:
-    """Returns the half of a tile that a chunk is in, and which chunk of it."""
-    return lax.div(chunk, jnp.int32(per_half)), lax.rem(chunk, jnp.int32(per_half))
 
 
 def store(cta: Cta, at: place.Where, turn: Scalar, chunk: Scalar, values: Values) -> None:

@@ -63,6 +63,11 @@ class Flat(NamedTuple):
     equations: tuple[Equation, ...]
     outputs: tuple[Any, ...]
 
+    @property
+    def names(self) -> list[str]:
+        """The names of the operations."""
+        return [own.primitive.name for own in self.equations]
+
 
 def flat(closed: core.ClosedJaxpr) -> Flat:
     """Returns a traced function without calls."""
@@ -165,7 +170,12 @@ def _key(equation: Any, inputs: Sequence[Any]) -> Any:
     """
     if equation.primitive.name == "iota":
         return None
-    taken = [(str(x), str(x.aval)) if isinstance(x, core.Literal) else x for x in inputs]
+    taken = ((str(x), str(x.aval)) if isinstance(x, core.Literal) else x for x in inputs)
+    return key_of(equation, *taken)
+
+
+def key_of(equation: Any, *taken: Any) -> Any:
+    """Returns what operations that take the same have in common if they are equal, or None."""
     key = (equation.primitive, tuple(sorted(equation.params.items())), *taken)
     try:
         hash(key)

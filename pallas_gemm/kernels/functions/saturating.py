@@ -6,7 +6,6 @@ value, and NaN for NaN. `clip(x, -448, 448)` before it takes two instructions fo
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -62,17 +61,5 @@ def _without_unused(program: Program, first: int, steps: list[Step]) -> Program:
     for number, step in reversed(list(enumerate(steps, first))):
         if number in needed:
             needed |= {x for x in step.inputs if isinstance(x, int)}
-    kept = [number for number in range(first, first + len(steps)) if number in needed]
-    renamed = {number: first + i for i, number in enumerate(kept)}
-
-    def final(x: Any) -> Any:
-        return renamed.get(x, x) if isinstance(x, int) else x
-
-    own = [steps[number - first] for number in kept]
-    return Program(
-        program.sums,
-        program.sum_dtype,
-        program.operands,
-        tuple(step._replace(inputs=tuple(map(final, step.inputs))) for step in own),
-        tuple(own._replace(value=final(own.value)) for own in program.results),
-    )
+    kept = {number: step for number, step in enumerate(steps, first) if number in needed}
+    return program.with_steps(kept)

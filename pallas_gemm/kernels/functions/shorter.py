@@ -85,20 +85,7 @@ class _Shortened:
         order: list[int] = []
         for number in sorted(used & self._made.keys()):
             self._put(number, order)
-        final = {number: self._first + i for i, number in enumerate(order)}
-
-        def renamed(x: Any) -> Any:
-            x = self._final(x)
-            return final.get(x, x) if isinstance(x, int) else x
-
-        steps = [self._made[number] for number in order]
-        return Program(
-            self._old.sums,
-            self._old.sum_dtype,
-            self._old.operands,
-            tuple(step._replace(inputs=tuple(map(renamed, step.inputs))) for step in steps),
-            tuple(own._replace(value=renamed(own.value)) for own in self._old.results),
-        )
+        return self._old.with_steps({x: self._made[x] for x in order}, self._final)
 
     def _put(self, number: int, order: list[int]) -> None:
         """Puts a step after those that it uses."""

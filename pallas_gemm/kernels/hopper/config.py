@@ -292,9 +292,4 @@ class HopperConfig(HopperTiling):
                 f" {self.accumulator_registers} accumulators of tile={self.tile} leave are too few"
                 f" for {for_what}; {self._nearest_tile(problem)}"
             )
-        needed = self.shared_memory_bytes(problem)
-        if needed > device.shared_memory:
-            yield (
-                f"shared memory: needs {needed} bytes of {device.shared_memory};"
-                f" fewer stages than {self.stages} or a smaller tile than {self.tile} would fit"
-            )
+        yield from self._memory_refusals(self.shared_memory_bytes(problem), device)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, protocol, smem, work
+from pallas_gemm.kernels.hardware import WARPS
 from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.hopper.tiling import TOLD_SLOTS
@@ -130,13 +131,16 @@ def store_scratch(plan: HopperPlan) -> tuple[Smem, Any]:
     boxed = functools.partial(smem.boxed, simulated=plan.simulated)
     uses_out = plan.stored_by_tma or plan.loads_into_results
     mirrored = [plan.store_shape(width, transposed=True) for width in plan.store_widths]
-    columns = plan.warp_columns_shape
+    lines = (config.consumers, config.store_slots, *config.store_slot_shape(problem))
+    reduced = sum(own.kind == "n" for own in problem.reductions)
+    # What warps leave of columns; the simulator has none.
+    columns = config.consumers, reduced, 1 if plan.simulated else WARPS, plan.consumer_out_tile[1]
     buffers = Smem(
-        columns=plgpu.SMEM(columns, jnp.float32) if columns else None,
+        columns=plgpu.SMEM(columns, jnp.float32) if reduced else None,
         out=tuple(boxed(by_tma, dtype) for dtype in problem.result_dtypes) if uses_out else (),
         lines=()
         if plan.stored_by_tma
-        else tuple(plgpu.SMEM(plan.line_slots_shape, dtype) for dtype in problem.result_dtypes),
+        else tuple(plgpu.SMEM(lines, dtype) for dtype in problem.result_dtypes),
         mirrored=boxed(mirrored, problem.out_dtype) if problem.symmetric else None,
         loaded=tuple(boxed(by_tma, dtype) for dtype in problem.own_dtypes),
     )

@@ -102,6 +102,7 @@ from pallas_gemm.kernels.hopper.groups.product import (
     SumsOverGroupsInBlocks,
 )
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.ptx import tf32
 from pallas_gemm.kernels.traced import Scalar
 
 
@@ -222,6 +223,7 @@ def _body(
 ) -> None:
     """Runs the role of each warpgroup of a CTA."""
     early_launch.begin(plan)
+    whole = gmem.factors
     gmem, out = windows.within(plan.window, plan.problem, gmem, out)
     rows, slots = remote.rows(plan, gmem, every), views(plan, buffers)
     cta = Cta(plan, gmem, out, left, rows, slots, barriers, summands)
@@ -247,15 +249,15 @@ def _body(
 
     # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
     lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.consumers, consume, produce)
+    if plan.rounds_loads:
+        tf32.round_loads([x for a, b in whole for x in (a, *b)])
 
 
 def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     """Returns the operands as the kernel takes them."""
     operands, factors = list(given), plan.factors
-    if plan.problem.a_dtype == jnp.float32:
-        # The tensor cores cut off what tf32 does not hold; rounding errs half as much.
-        rounded = functools.partial(lax.reduce_precision, exponent_bits=8, mantissa_bits=10)
-        operands[:factors] = map(rounded, operands[:factors])
+    if plan.problem.a_dtype == jnp.float32 and not plan.rounds_loads:
+        operands[:factors] = map(tf32.rounded, operands[:factors])
     if plan.config.mirrored:
         operands[:factors:2], operands[1:factors:2] = operands[1:factors:2], operands[:factors:2]
     if plan.problem.in_groups:
@@ -269,15 +271,9 @@ def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:
     scales = tuple(scale.astype(jnp.float32) for scale in inputs.scales)
     if plan.problem.blocks is not None and plan.scales.staged:
         of_rows, beyond = bool(plan.problem.blocks.rows), plan.reach[1] - plan.problem.n
-        scales = scales[:of_rows] + tuple(_longer(x, beyond) for x in scales[of_rows:])
+        longer = (launch.longer(x, beyond) if beyond else x for x in scales[of_rows:])
+        scales = (*scales[:of_rows], *longer)
     return inputs._replace(scales=scales, sent=remote.counter(plan))
-
-
-def _longer(x: jax.Array, more: int) -> jax.Array:
-    """Returns an array with zeros at the end of its last dimension."""
-    if not more:
-        return x
-    return launch.on_its_own(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
 
 
 def _answer(plan: HopperPlan, out: Any, left: Any, every: Any = None) -> Any:
@@ -300,15 +296,17 @@ def build(plan: HopperPlan) -> Callable[..., Any]:
     """
     if plan.config.split_last and plan.computes == "all":
         return joining.last_cut(plan, build)
-    cluster = dict(zip(CLUSTER, plan.config.cluster, strict=True))
     activations = 0 if plan.joins else plan.portion(launch.transcendentals(plan.problem))
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_hopper",
-        grid=launch.Grid(plan.workers, cluster, plan.config.consumers + 1),
+        workers=plan.workers,
+        cluster=dict(zip(CLUSTER, plan.config.cluster, strict=True)),
+        warpgroups=plan.config.consumers + 1,
         results=remote.results(plan),
         scratch=scratch(plan),
-        operations=launch.Operations(plan.portion(plan.problem.flops), activations),
+        flops=plan.portion(plan.problem.flops),
+        transcendentals=activations,
         interpret=plan.interpret,
         approx_math=plan.approx_math,
     )

@@ -8,9 +8,10 @@ from typing import Literal, NamedTuple, Self
 import jax
 
 from pallas_gemm.kernels import protocol, work
+from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.functions import shorter, words
-from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.block_scales import BlockScales
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.problems import is_narrow, stored_by_tma
@@ -97,6 +98,12 @@ class HopperPlan(KernelPlan):
     def launched_early(self) -> bool:
         """Whether the kernel is launched before the one before ends; never in the simulator."""
         return self.config.early_launch and not self.simulated
+
+    @property
+    def rounds_loads(self) -> bool:
+        """Whether TMA rounds operands. Nobody has run that on several devices."""
+        is_single = self.problem.a_dtype == SINGLE
+        return is_single and self.exchange.size == 1 and not self.simulated
 
     @property
     def claims_tiles(self) -> bool:
@@ -235,14 +242,7 @@ class HopperPlan(KernelPlan):
     @functools.cached_property
     def reach(self) -> tuple[int, int]:
         """How many rows and columns all tiles of a product have, those beyond its edges too."""
-        tiles = zip(
-            self.config.grid(self.problem),
-            self.config.cluster,
-            self.config.out_tile(self.problem),
-            strict=True,
-        )
-        rows, cols = map(math.prod, tiles)
-        return rows, cols
+        return self.config.reach(self.problem)
 
     @property
     def ends(self) -> tuple[int, int]:
@@ -282,14 +282,6 @@ class HopperPlan(KernelPlan):
         )
 
     @property
-    def warp_columns_shape(self) -> tuple[int, ...] | None:
-        """The shape of what warps leave of columns in shared memory; the simulator has none."""
-        results = sum(own.kind == "n" for own in self.problem.reductions)
-        warps = 1 if self.simulated else WARPS
-        shape = (self.config.consumers, results, warps, self.consumer_out_tile[1])
-        return shape if results else None
-
-    @property
     def loads_into_results(self) -> bool:
         """Whether an operand of the epilogue is loaded into the slots of a result."""
         return not all(self.problem.own_slots)
@@ -313,11 +305,6 @@ class HopperPlan(KernelPlan):
         return self.exchange.size > 1 and not self.exchange.gathers
 
     @property
-    def approx_math(self) -> bool:
-        """Whether exp and tanh may be instructions, which err by less than rounding to 16 bits."""
-        return words.program(self.problem).is_coarse
-
-    @property
     def store_widths(self) -> tuple[int, ...]:
         """The different widths of the chunks, widest first."""
         widths = {chunk.cols for chunk in self.chunks}
@@ -332,12 +319,6 @@ class HopperPlan(KernelPlan):
     def stored_by_tma(self) -> bool:
         """Whether TMA stores the result, rather than the consumers' threads."""
         return stored_by_tma(self.problem)
-
-    @property
-    def line_slots_shape(self) -> tuple[int, ...]:
-        """The shape of all store slots, where threads store the result."""
-        shape = self.config.store_slot_shape(self.problem)
-        return self.config.consumers, self.config.store_slots, *shape
 
     def store_shape(self, width: int, *, transposed: bool) -> tuple[int, ...]:
         """The shape of all store slots, cut up for chunks of `width` columns."""

@@ -12,7 +12,15 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir.dialects import arith, memref
 
 from pallas_gemm.kernels import smem
-from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, number_in, word_of
+from pallas_gemm.kernels.ptx.operation import (
+    NUMBER,
+    REF,
+    Operation,
+    as_it_is,
+    assigned,
+    number_in,
+    word_of,
+)
 from pallas_gemm.kernels.traced import Ref, Values
 
 Place = tuple[slice, slice]
@@ -107,10 +115,7 @@ def write_blocks(blocks: Any, values: Values, layout: Any) -> None:
     inline(blocks, values)
 
 
-@write_blocks.meaning
-def _(blocks: Any, values: Values, layout: Any) -> None:
-    del layout
-    blocks[...] = values
+write_blocks.meaning(assigned)
 
 
 @Operation
@@ -205,10 +210,7 @@ def write_directly(out: Any, values: Values, layout: Any) -> None:
     inline(out, values)
 
 
-@write_directly.meaning
-def _(out: Any, values: Values, layout: Any) -> None:
-    del layout
-    out[...] = values
+write_directly.meaning(assigned)
 
 
 @Operation
@@ -296,10 +298,7 @@ def in_registers(zeros: Any, layout: Any) -> Any:
     return plgpu.layout_cast(zeros, layout)
 
 
-@in_registers.meaning
-def _(zeros: Any, layout: Any) -> Any:
-    del layout
-    return zeros
+in_registers.meaning(as_it_is)
 
 
 @Operation
@@ -314,10 +313,7 @@ def fenced(total: Values, layout: Any) -> Any:
     return inline(total)
 
 
-@fenced.meaning
-def _(total: Values, layout: Any) -> Any:
-    del layout
-    return total
+fenced.meaning(as_it_is)
 
 
 def _signed(dtype: Any) -> bool | None:

@@ -14,7 +14,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
 from pallas_gemm.kernels.ptx import sums
-from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, Ptx, address_of
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, Ptx, address_of, emit, word_of
 from pallas_gemm.kernels.ptx.sums import AT_ONCE, LAYOUT, LINE
 from pallas_gemm.kernels.ptx.widen import Register, run
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
@@ -62,12 +62,12 @@ def send(total: Values, apart: Ref, barriers: Ref, me: Scalar, to: Scalar, place
         to: The other CTA.
         place: Which of the places.
     """
-    types = (LAYOUT, plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER, NUMBER)
+    types = (LAYOUT, REF, REF, NUMBER, NUMBER, NUMBER)
     _, consumers, lines, *_ = apart.shape
 
     @plgpu.inline_mgpu(arg_types=types)
     def inline(_: Any, total: Values, apart: Ref, barriers: Ref, *numbers: Any) -> None:
-        me, to, place = (x.registers.item() for x in numbers)
+        me, to, place = map(word_of, numbers)
         start = _of_consumer(apart, me, lines * LINE)
         start = run(f"mad.lo.u32 $0, $1, {consumers * lines * LINE}, $2;", place, start)
         values = sums.values_of(sums.registers_of(total))
@@ -77,15 +77,11 @@ def send(total: Values, apart: Ref, barriers: Ref, me: Scalar, to: Scalar, place
             f" {{${i + 3}, ${i + 4}, ${i + 5}, ${i + 6}}}, [barrier];"
             for i in range(0, len(values), AT_ONCE)
         )
-        llvm: Any = utils.llvm
-        llvm.inline_asm(
-            utils.ir.Type.parse("!llvm.void"),
-            [_of_thread(start), _of_consumer(barriers, me, _BARRIER_BYTES), to, *values],
+        emit(
             "{ .reg .b32 there, barrier; mapa.shared::cluster.u32 there, $0, $2;"
             f" mapa.shared::cluster.u32 barrier, $1, $2; {stores} }}",
-            ",".join(["r"] * 3 + ["f"] * len(values)),
-            asm_dialect=0,
-            has_side_effects=True,
+            [_of_thread(start), _of_consumer(barriers, me, _BARRIER_BYTES), to, *values],
+            ["r", "r", "r", *["f"] * len(values)],
         )
 
     inline(total, apart, barriers, me, to, place)
@@ -102,13 +98,12 @@ def with_others(total: Values, apart: Ref, barriers: Ref, me: Scalar, awaited: S
         me: Which consumer this is.
         awaited: How many others send sums.
     """
-    like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
     places, consumers, lines, *_ = apart.shape
-    types = (LAYOUT, plgpu.RefType(), plgpu.RefType(), NUMBER, NUMBER)
+    types = (LAYOUT, REF, REF, NUMBER, NUMBER)
 
-    @plgpu.inline_mgpu(arg_types=types, return_type=like)
+    @plgpu.inline_mgpu(arg_types=types, return_type=sums.type_of(total))
     def inline(_: Any, total: Values, apart: Ref, barriers: Ref, *numbers: Any) -> Any:
-        me, awaited = (x.registers.item() for x in numbers)
+        me, awaited = map(word_of, numbers)
         _await(_of_consumer(barriers, me, _BARRIER_BYTES), awaited, lines * LINE)
         registers, start = sums.registers_of(total), _of_consumer(apart, me, lines * LINE)
         for place in range(places):

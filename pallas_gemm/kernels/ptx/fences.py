@@ -2,7 +2,7 @@
 
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_gemm.kernels.ptx.operation import Operation, Ptx
+from pallas_gemm.kernels.ptx.operation import Operation, Ptx, nothing
 
 BETWEEN_PROXIES = Ptx("fence.proxy.async;")
 """Between what threads store and TMA reads."""
@@ -38,14 +38,8 @@ def before_asking() -> None:
     Ptx("fence.proxy.async::generic.acquire.sync_restrict::shared::cluster.cluster;")()
 
 
-@after_reading.meaning
-def _() -> None:
-    """The simulator knows no fences."""
-
-
-@before_asking.meaning
-def _() -> None:
-    """The simulator knows no fences."""
+after_reading.meaning(nothing)
+before_asking.meaning(nothing)
 
 
 @Operation

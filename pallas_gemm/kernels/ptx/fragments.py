@@ -24,7 +24,7 @@ from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_DEPTH, WGMMA_R
 from pallas_gemm.kernels.ptx import small, sums, weights, widen
 from pallas_gemm.kernels.ptx.form import BATCH, FEW_COLUMNS, Form
 from pallas_gemm.kernels.ptx.multiply import Multiplier
-from pallas_gemm.kernels.ptx.operation import NUMBER, Operation, address_of
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, address_of, word_of
 from pallas_gemm.kernels.ptx.sums import LAYOUT
 from pallas_gemm.kernels.ptx.widen import Register
 from pallas_gemm.kernels.smem import ATOM_BYTES
@@ -54,7 +54,7 @@ def places(me: Scalar, form: Form) -> list[Any]:
                 _layout=layout,
                 _is_signed=True,
             )
-            for x in weights.places(form, me.registers.item())
+            for x in weights.places(form, word_of(me))
         ]
 
     return inline(me)
@@ -91,12 +91,10 @@ def add_step(
     del me  # `own` says what follows from it.
     refs = [w, x, *scales]
     types = [plgpu.RefType((plgpu.SwizzleTransform(form.line),))]
-    types += [plgpu.RefType((plgpu.SwizzleTransform(ATOM_BYTES),)), *[plgpu.RefType()] * 2]
-    like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
-
+    types += [plgpu.RefType((plgpu.SwizzleTransform(ATOM_BYTES),)), *[REF] * 2]
     kinds = (*types[: len(refs)], *[OF_THREADS] * len(own), LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=kinds, return_type=like)
+    @plgpu.inline_mgpu(arg_types=kinds, return_type=sums.type_of(total))
     def inline(_: Any, *given: Any) -> Any:
         slots, own, total = given[: len(refs)], given[len(refs) : -1], given[-1]
         step = Step(form, [address_of(slot) for slot in slots], [word(x) for x in own])

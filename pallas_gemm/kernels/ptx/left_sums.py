@@ -6,7 +6,7 @@ from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.ptx import sums
-from pallas_gemm.kernels.ptx.operation import Operation
+from pallas_gemm.kernels.ptx.operation import REF, Operation, emit
 from pallas_gemm.kernels.ptx.sums import AT_ONCE, LAYOUT, LINE
 from pallas_gemm.kernels.ptx.widen import run
 from pallas_gemm.kernels.traced import Ref, Values
@@ -22,7 +22,7 @@ def _place(left: Any) -> list[Any]:
 def leave(total: Values, left: Ref) -> None:
     """Stores the sums of this warpgroup: [4 registers, thread, register]."""
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()))
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, REF))
     def inline(_: Any, total: Values, left: Ref) -> None:
         values = sums.values_of(sums.registers_of(total))
         stores = "".join(
@@ -30,14 +30,10 @@ def leave(total: Values, left: Ref) -> None:
             f" {{${i + 2}, ${i + 3}, ${i + 4}, ${i + 5}}};"
             for i in range(0, len(values), AT_ONCE)
         )
-        llvm: Any = utils.llvm
-        llvm.inline_asm(
-            utils.ir.Type.parse("!llvm.void"),
-            [*_place(left), *values],
+        emit(
             f"{{ .reg .b64 there; cvt.u64.u32 there, $1; add.u64 there, there, $0; {stores} }}",
-            ",".join(["l", "r"] + ["f"] * len(values)),
-            asm_dialect=0,
-            has_side_effects=True,
+            [*_place(left), *values],
+            ["l", "r", *["f"] * len(values)],
         )
 
     inline(total, left)
@@ -51,9 +47,8 @@ def _(total: Values, left: Ref) -> None:
 @Operation
 def with_left(total: Values, left: Ref) -> Any:
     """Adds the sums that another CTA has left."""
-    like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=like)
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, REF), return_type=sums.type_of(total))
     def inline(_: Any, total: Values, left: Ref) -> Any:
         registers = sums.registers_of(total)
         count = registers.size

@@ -4,7 +4,7 @@ A block of PTX is a `Ptx`, which a kernel has as data. JAX's simulator runs none
 `tests/ptx_simulator.py` teaches it to, for those through which CTAs share words of global memory.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, Protocol, Self
 
 import jax.numpy as jnp
@@ -53,6 +53,20 @@ class Operation:
 
     def _is_simulated(self, plan: Plan) -> bool:
         return plan.simulated
+
+
+def nothing(*_: Any, **__: Any) -> None:
+    """The meaning of what the simulator needs not do."""
+
+
+def as_it_is(x: Any, *_: Any) -> Any:
+    """The meaning of what moves values between threads, of which the simulator has one."""
+    return x
+
+
+def assigned(target: Any, values: Any, *_: Any) -> None:
+    """The meaning of a store."""
+    target[...] = values
 
 
 class BetweenCtas(Operation):
@@ -108,6 +122,38 @@ class Emitted(NamedTuple):
             convergent=convergent,
         )
         return [mgpu.FragmentedArray.splat(word, (), is_signed=True) for word in words or ()]
+
+
+def emit(
+    text: str, given: Sequence[Any], constraints: Sequence[str], results: int = 0
+) -> Iterator[Any]:
+    """Emits PTX whose first operands are its results, numbers of float32; returns their registers.
+
+    Args:
+        text: The PTX.
+        given: The operands that follow.
+        constraints: Their constraints. A number says which result takes the place of an operand.
+        results: How many results there are.
+    """
+    llvm: Any = utils.llvm
+    single = utils.ir.F32Type.get()
+    void = utils.ir.Type.parse("!llvm.void")
+    made = llvm.inline_asm(
+        llvm.StructType.get_literal([single] * results) if results else void,
+        list(given),
+        text,
+        ",".join([*["=f"] * results, *constraints]),
+        asm_dialect=0,
+        has_side_effects=True,
+    )
+    return (llvm.extractvalue(single, made, [i]) for i in range(results))
+
+
+def like(values: Any, registers: Any) -> Any:
+    """The array of such registers that lies as another one does."""
+    return mgpu.FragmentedArray(
+        _registers=registers, _layout=values.layout, _is_signed=values.is_signed
+    )
 
 
 def word_of(value: Any) -> Any:

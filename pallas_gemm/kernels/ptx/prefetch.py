@@ -10,7 +10,7 @@ from typing import Any
 
 from pallas_gemm.device import LINE_BYTES
 from pallas_gemm.kernels.hardware import LANES, WARPGROUP_THREADS
-from pallas_gemm.kernels.ptx.operation import Operation, Ptx
+from pallas_gemm.kernels.ptx.operation import Operation, Ptx, nothing
 
 
 @Operation
@@ -83,9 +83,5 @@ def vector(values: Any, first: Any, *, count: int) -> None:
     Ptx(text)([values], [first])
 
 
-def _nothing(*given: Any, **sizes: int) -> None:
-    del given, sizes
-
-
 for _operation in (rows, columns, vector):
-    _operation.meaning(_nothing)
+    _operation.meaning(nothing)

@@ -14,14 +14,13 @@ from typing import Any
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.extend.mlir.dialects import vector
 
 from pallas_gemm.kernels.functions.saturating import LARGEST
-from pallas_gemm.kernels.ptx.operation import Operation, number_in
+from pallas_gemm.kernels.ptx.operation import Operation, like, number_in
 from pallas_gemm.kernels.traced import Values
 
 LOG2_E, MINUS_LOG2_E, ONE = "0f3FB8AA3B", "0fBFB8AA3B", "0f3F800000"
@@ -224,9 +223,7 @@ def _of_each(text: str, layout: Any, *arrays: Values) -> Any:
         registers = np.empty_like(first.registers)
         for place in np.ndindex(registers.shape):
             registers[place] = of_register(text, [x.registers[place] for x in arrays])
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=first.layout, _is_signed=first.is_signed
-        )
+        return like(first, registers)
 
     return inline(*arrays)
 

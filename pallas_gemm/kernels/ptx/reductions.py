@@ -23,7 +23,15 @@ from pallas_gemm.kernels.hardware import (
     WGMMA_ROWS,
 )
 from pallas_gemm.kernels.ptx import quick
-from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, number_in, word_of
+from pallas_gemm.kernels.ptx.operation import (
+    NUMBER,
+    REF,
+    Operation,
+    as_it_is,
+    like,
+    number_in,
+    word_of,
+)
 from pallas_gemm.kernels.traced import Ref, Values
 from pallas_gemm.program import ARGMAX, LOGSUMEXP
 
@@ -88,9 +96,7 @@ def in_threads(values: Values, name: str) -> Any:
         each = found.reshape(blocks, 2)
         for block in range(blocks):
             each[block] = functools.reduce(both, registers[:, block].ravel())
-        return mgpu.FragmentedArray(
-            _registers=found, _layout=values.layout, _is_signed=values.is_signed
-        )
+        return like(values, found)
 
     return inline(values)
 
@@ -184,9 +190,7 @@ def picked_in_threads(values: Values, columns: Values, limit: Any, before: Value
         result = np.empty_like(before.registers)
         for place, x in zip(np.ndindex(result.shape), choice.results, strict=True):
             result[place] = vector.broadcast(before.registers[place].type, x)
-        return mgpu.FragmentedArray(
-            _registers=result, _layout=before.layout, _is_signed=before.is_signed
-        )
+        return like(before, result)
 
     return inline(values, columns, limit, before)
 
@@ -213,18 +217,12 @@ def across_threads(values: Values, name: str) -> Any:
             for distance in (1, 2):
                 own = both(own, utils.shfl_bfly(own, distance))
             found[place] = vector.broadcast(x.type, own)
-        return mgpu.FragmentedArray(
-            _registers=found, _layout=values.layout, _is_signed=values.is_signed
-        )
+        return like(values, found)
 
     return inline(values)
 
 
-@across_threads.meaning
-def _(values: Values, name: str) -> Any:
-    # The simulator has no threads that share rows: what each has reduced is whole.
-    del name
-    return values
+across_threads.meaning(as_it_is)
 
 
 def _of_rows(

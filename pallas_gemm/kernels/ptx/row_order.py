@@ -12,8 +12,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx.form import MOST_COLUMNS, Form
-from pallas_gemm.kernels.ptx.operation import Operation, address_of
-from pallas_gemm.kernels.ptx.sums import LAYOUT, array_of, registers_of
+from pallas_gemm.kernels.ptx.operation import REF, Operation, address_of, as_it_is
+from pallas_gemm.kernels.ptx.sums import LAYOUT, array_of, registers_of, type_of
 from pallas_gemm.kernels.ptx.widen import Register, run
 from pallas_gemm.kernels.traced import Ref, Values
 
@@ -21,9 +21,8 @@ from pallas_gemm.kernels.traced import Ref, Values
 @Operation
 def in_order(total: Values) -> Any:
     """Puts the rows of each warp in order where two of a thread's were side by side."""
-    like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=like)
+    @plgpu.inline_mgpu(arg_types=(LAYOUT,), return_type=type_of(total))
     def inline(_: Any, total: Values) -> Any:
         # Of 64 rows and 8 columns, a thread has four sums: two columns of one row, then of another.
         registers = registers_of(total).copy()
@@ -36,10 +35,7 @@ def in_order(total: Values) -> Any:
     return inline(total)
 
 
-@in_order.meaning
-def _(total: Values) -> Any:
-    return total
-
+in_order.meaning(as_it_is)
 
 _EXCHANGE = """{
     .reg .pred odd, low; .reg .b32 lane, source, one, two, here, there, bit;
@@ -84,9 +80,8 @@ def across_warps(total: Values, scratch: Ref, form: Form) -> Any:
         scratch: Shared memory of this warpgroup: `form.scratch` numbers.
         form: How the weights lay.
     """
-    like = plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(LAYOUT, plgpu.RefType()), return_type=like)
+    @plgpu.inline_mgpu(arg_types=(LAYOUT, REF), return_type=type_of(total))
     def inline(_: Any, total: Values, scratch: Ref) -> Any:
         registers = registers_of(total).copy()
         # Of each 64 rows and 8 columns: two columns of one row, then of another.
@@ -100,10 +95,7 @@ def across_warps(total: Values, scratch: Ref, form: Form) -> Any:
     return inline(total, scratch)
 
 
-@across_warps.meaning
-def _(total: Values, scratch: Ref, form: Form) -> Any:
-    del scratch, form
-    return total
+across_warps.meaning(as_it_is)
 
 
 def exchange(sums: Any, start: Register, form: Form) -> None:

@@ -17,7 +17,7 @@ from jaxlib.mlir.dialects import arith, llvm, math, memref, vector
 from pallas_gemm.kernels import smem
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx import turns
-from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, number_in, word_of
+from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, emit, number_in, word_of
 from pallas_gemm.kernels.ptx.sums import LAYOUT, array_of, registers_of
 from pallas_gemm.kernels.smem import ATOM_BYTES
 from pallas_gemm.kernels.traced import Values
@@ -50,7 +50,7 @@ def load(
     def inline(_: Any, scales: Any, first: Any, block: Any) -> Any:
         index = utils.ir.IndexType.get()
         own: Any = layout.to_mgpu()
-        first, block = (arith.index_cast(index, x.registers.item()) for x in (first, block))
+        first, block = (arith.index_cast(index, word_of(x)) for x in (first, block))
         last = utils.c(utils.ir.MemRefType(scales.type).shape[0 if left else 1] - 1, index)
         kind = utils.ir.VectorType.get((own.vector_length,), utils.ir.F32Type.get())
         registers = np.empty(own.registers_shape((count,)), dtype=object)
@@ -246,7 +246,7 @@ def _add(
 def _of_columns(scale: Any, width: int) -> Any:
     """The scale of all columns, or two for each 8: those of a thread's columns."""
     if isinstance(scale, fragmented_array.FragmentedArray):
-        return scale.registers.reshape(-1) if scale.shape else scale.registers.item()
+        return scale.registers.reshape(-1) if scale.shape else word_of(scale)
     index = utils.ir.IndexType.get()
     kind = utils.ir.VectorType.get((2,), utils.ir.F32Type.get())
     thread = arith.index_cast(index, utils.thread_idx())
@@ -300,17 +300,8 @@ def _product(
     offsets = [(i * a_strides[-1], i * b_strides[-1]) for i in steps]
     text = _text(columns, offsets, types, len(before), in_turns=turn is not None)
     waits = turn.barriers if turn else ()
-    operands: list[Any] = [*before, a, b, *waits]
-    f32, count = utils.ir.F32Type.get(), columns // 2
-    found: Any = llvm.inline_asm(
-        llvm.StructType.get_literal([f32] * count),
-        operands,
-        text,
-        ",".join([*["=f"] * count, *map(str, range(len(before))), "l", "l", *["r"] * len(waits)]),
-        asm_dialect=0,
-        has_side_effects=True,
-    )
-    return [llvm.extractvalue(f32, found, [i]) for i in range(count)]
+    constraints = [*map(str, range(len(before))), "l", "l", *["r"] * len(waits)]
+    return list(emit(text, [*before, a, b, *waits], constraints, columns // 2))
 
 
 def _text(columns: int, offsets: Any, types: Any, before: int, *, in_turns: bool) -> str:

@@ -8,6 +8,7 @@ from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
+from pallas_gemm.kernels.ptx.operation import emit
 from pallas_gemm.kernels.ptx.widen import Register
 
 LAYOUT = plgpu.Layout.WGMMA
@@ -17,6 +18,11 @@ AT_ONCE = 4
 """Registers that a thread stores or loads at once, where CTAs share sums."""
 LINE = 4 * AT_ONCE * WARPGROUP_THREADS
 """Bytes of that, of all threads."""
+
+
+def type_of(total: Any) -> Any:
+    """The type of sums as these, for Pallas."""
+    return plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
 
 def registers_of(total: Any) -> Any:
@@ -38,30 +44,15 @@ def values_of(sums: Any) -> list[Any]:
 
 
 def added(sums: Any, text: str, given: Sequence[Any], constraints: Sequence[str]) -> Any:
-    """Emits what adds to sums; returns them.
-
-    Args:
-        sums: Registers as those of the results.
-        text: The PTX. Its first operands are the results.
-        given: The operands that follow.
-        constraints: Their constraints. A number says which result takes the place of an operand.
-    """
+    """Emits what adds to sums, as `emit` does; returns registers as theirs."""
     llvm: Any = utils.llvm
-    ir, count = utils.ir, sums.size
-    single, zero = ir.F32Type.get(), utils.c(0, ir.IntegerType.get_signless(32))
-    made = llvm.inline_asm(
-        llvm.StructType.get_literal([single] * count),
-        list(given),
-        text,
-        ",".join([*["=f"] * count, *constraints]),
-        asm_dialect=0,
-        has_side_effects=True,
-    )
+    zero = utils.c(0, utils.ir.IntegerType.get_signless(32))
+    made = emit(text, given, constraints, sums.size)
     empty = llvm.mlir_undef(sums.flat[0].type)
-    found = np.empty(count, object)
-    for i in range(count):
-        found[i] = llvm.insertelement(empty, llvm.extractvalue(single, made, [i]), zero)
-    return found.reshape(sums.shape)
+    found = np.empty_like(sums)
+    for i, x in enumerate(made):
+        found.flat[i] = llvm.insertelement(empty, x, zero)
+    return found
 
 
 def scaled(sums: Any, own: Any, scales: Sequence[Register]) -> Any:

@@ -9,7 +9,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.ptx import widen
-from pallas_gemm.kernels.ptx.operation import Operation, address_of
+from pallas_gemm.kernels.ptx.operation import REF, Operation, address_of
 from pallas_gemm.kernels.ptx.sums import ACC, LAYOUT, array_of, registers_of
 from pallas_gemm.kernels.ptx.widen import Register
 from pallas_gemm.kernels.traced import Ref, Values
@@ -19,7 +19,7 @@ from pallas_gemm.kernels.traced import Ref, Values
 def write(slot: Ref, values: Values) -> None:
     """Writes values of 32 bits of 64 rows to shared memory, transposed."""
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), LAYOUT))
+    @plgpu.inline_mgpu(arg_types=(REF, LAYOUT))
     def inline(_: Any, slot: Ref, values: Values) -> None:
         start = _place_of_thread(slot, values.mlir_dtype.width // 8)
         for number, x in enumerate(registers_of(values).flat):
@@ -42,7 +42,7 @@ def read(slot: Ref) -> Values:
     kind, (cols, _) = np.dtype(slot.dtype), slot.shape
     like = plgpu.ShapeDtypeStruct((WGMMA_ROWS, cols), jnp.dtype(jnp.float32), layout=LAYOUT)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=like)
+    @plgpu.inline_mgpu(arg_types=(REF,), return_type=like)
     def inline(_: Any, slot: Ref) -> Any:
         llvm: Any = utils.llvm
         ir, size = utils.ir, kind.itemsize

@@ -15,7 +15,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir.dialects import arith
 
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS
-from pallas_gemm.kernels.ptx.operation import Operation, Ptx
+from pallas_gemm.kernels.ptx.operation import Operation, Ptx, nothing
 from pallas_gemm.kernels.traced import Scalar
 
 FIRST = 8
@@ -38,14 +38,8 @@ def end(me: Scalar) -> None:
     _TAKE((), (me,))
 
 
-@begin.meaning
-def _(me: Scalar, *, count: int) -> None:
-    del me, count
-
-
-@end.meaning
-def _(me: Scalar) -> None:
-    del me
+begin.meaning(nothing)
+end.meaning(nothing)
 
 
 class Turn(NamedTuple):

@@ -18,8 +18,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from pallas_gemm.kernels import smem
 from pallas_gemm.kernels.hardware import WGMMA_DEPTH, WGMMA_ROWS
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.ptx.operation import Operation
-from pallas_gemm.kernels.ptx.sums import ACC, LAYOUT
+from pallas_gemm.kernels.ptx.operation import Operation, like
+from pallas_gemm.kernels.ptx.sums import ACC, LAYOUT, type_of
 from pallas_gemm.kernels.smem import ATOM_BYTES
 from pallas_gemm.kernels.traced import Values
 
@@ -32,7 +32,7 @@ def add_part(total: Values, b: Any, panels: Sequence[Any]) -> Any:
     """Adds the product of 16 contracted elements, and waits for it: a WGMMA for each panel."""
 
     @plgpu.inline_mgpu(
-        arg_types=(LAYOUT, *(1 + len(panels)) * (plgpu.RefType(TILED),)), return_type=_like(total)
+        arg_types=(LAYOUT, *(1 + len(panels)) * (plgpu.RefType(TILED),)), return_type=type_of(total)
     )
     def inline(_: Any, total: Values, b: Any, *panels: Any) -> Any:
         acc = total.to_layout(ACC)
@@ -53,10 +53,6 @@ def _(total: Values, b: Any, panels: Sequence[Any]) -> Any:
         return acc[...]
 
     return total + pl.run_scoped(product, plgpu.ACC(total.shape, total.dtype))
-
-
-def _like(total: Values) -> Any:
-    return plgpu.ShapeDtypeStruct(total.shape, total.dtype, layout=LAYOUT)
 
 
 def _issue(acc: Any, lefts: Sequence[Any], right: Any) -> Any:
@@ -92,4 +88,4 @@ def _issue(acc: Any, lefts: Sequence[Any], right: Any) -> Any:
             b_element_type=kind,
         )
     utils.nvvm.wgmma_commit_group_sync_aligned()
-    return fragmented_array.FragmentedArray(_registers=sums, _layout=acc.layout, _is_signed=None)
+    return like(acc, sums)

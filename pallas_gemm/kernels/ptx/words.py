@@ -7,7 +7,7 @@ unless it is taught to (`tests/ptx_simulator.py`).
 
 from typing import Any
 
-from pallas_gemm.kernels.ptx.operation import BetweenCtas, Operation, Ptx
+from pallas_gemm.kernels.ptx.operation import BetweenCtas, Operation, Ptx, nothing
 
 LOOK_ANEW = Ptx(
     "{ bar.warp.sync 0xffffffff; st.volatile.shared.b32 [$1], $2;"
@@ -92,9 +92,7 @@ def arrive(flag: Any) -> None:
     ARRIVE([flag])
 
 
-@arrive.meaning
-def _(flag: Any) -> None:
-    del flag
+arrive.meaning(nothing)
 
 
 @BetweenCtas
@@ -103,6 +101,4 @@ def await_arrivals(flag: Any, arrivals: Any) -> None:
     AWAIT([flag], [arrivals])
 
 
-@await_arrivals.meaning
-def _(flag: Any, arrivals: Any) -> None:
-    del flag, arrivals
+await_arrivals.meaning(nothing)

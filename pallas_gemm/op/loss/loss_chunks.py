@@ -5,7 +5,7 @@ Logits exist for one chunk at a time. `loss_layer` has the functions of the prod
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +23,7 @@ from pallas_gemm.op.loss.loss_layer import (
     statistics_of_sums,
 )
 from pallas_gemm.op.loss.loss_plan import DEFAULT_WORDS, Chunks, together
+from pallas_gemm.op.loss.loss_windows import Windows
 from pallas_gemm.op.product import product
 from pallas_gemm.problem import Epilogue
 
@@ -126,7 +127,7 @@ def gradients(
     given: Given,
     slopes: Slopes,
     kept: jax.Array | None,
-    by: "Way | None" = None,
+    by: "Slices | Windows | None" = None,
     waiting: jax.Array | None = None,
 ) -> list[jax.Array | None]:
     """Computes the gradients of the hidden tokens, the weight and the bias, as far as wanted.
@@ -174,7 +175,7 @@ def gradients(
 
 
 def _slopes_of(
-    way: "Way",
+    way: "Slices | Windows",
     layer: Layer,
     with_bias: bool,
     own: Given,
@@ -263,43 +264,8 @@ def _put(
     return lax.dynamic_update_slice_in_dim(into, new, start, axis)
 
 
-class Way(Protocol):
-    """How a chunk of words is computed; `at` is where it begins, and how many words it has."""
-
-    @property
-    def parts(self) -> Chunks:
-        """The chunks."""
-        ...
-
-    @property
-    def together(self) -> int:
-        """Chunks in a round of the loop."""
-        ...
-
-    def words(self, given: Given, start: Any, size: int) -> Given:
-        """Returns the operands of some words, by which labels are counted then."""
-        ...
-
-    def slopes(
-        self, with_bias: bool, own: Given, slopes: Slopes, at: Any, above: int
-    ) -> list[jax.Array]:
-        """Computes the slopes of some words below those of other tokens, and their bias's gradient.
-
-        There is room for this many other tokens above.
-        """
-        ...
-
-    def hidden(self, g: jax.Array, weight: jax.Array, before: Any, at: Any) -> jax.Array:
-        """Adds the gradient of the tokens by some words to that by the words before."""
-        ...
-
-    def weight(self, g: jax.Array, given: Given, before: Any, at: Any) -> jax.Array:
-        """Puts the gradient of the weight of some words where it belongs."""
-        ...
-
-
 class Slices(NamedTuple):
-    """Chunks as products of slices of the operands.
+    """Chunks as products of slices of the operands; see `loss_windows.Windows`.
 
     Attributes:
         layer: The layer.
@@ -313,13 +279,13 @@ class Slices(NamedTuple):
     """They read and write sums in turn, without a copy between them."""
 
     def words(self, given: Given, start: Any, size: int) -> Given:
-        """See `Way`."""
+        """Returns the operands of some words, by which labels are counted then."""
         return given.words(self.layer, start, size)
 
     def slopes(
         self, with_bias: bool, own: Given, slopes: Slopes, at: Any, above: int
     ) -> list[jax.Array]:
-        """See `Way`."""
+        """Computes the slopes of some words, and their bias's gradient, below room for others."""
         del at
         layer = self.layer
         function = slopes_of_sums(layer, own, with_bias, slopes)
@@ -328,7 +294,7 @@ class Slices(NamedTuple):
         return below(above, own, found)
 
     def hidden(self, g: jax.Array, weight: jax.Array, before: Any, at: Any) -> jax.Array:
-        """See `Way`."""
+        """Adds the gradient of the tokens by some words to that by the words before."""
         del at
         of_left = self.layer.contraction.of_left.with_letters(residual="mk")
         call = self.layer.call
@@ -339,7 +305,7 @@ class Slices(NamedTuple):
         return product(call, of_left, g, weight, before)
 
     def weight(self, g: jax.Array, given: Given, before: Any, at: Any) -> jax.Array:
-        """See `Way`."""
+        """Puts the gradient of the weight of some words where it belongs."""
         call = self.layer.call.plain(g.dtype)
         found = product(call, self.layer.contraction.of_right, given.hidden, g)
         return _put(given, found, before, given.weight, at[0], self.layer.axis)

@@ -11,14 +11,16 @@ from typing import Any
 import jax
 from jax import lax
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import mlir
 
-from pallas_gemm.op import lowering
+from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.loss import loss_chunks, loss_partition, loss_windows
+from pallas_gemm.op.loss.loss_chunks import Slices
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
+from pallas_gemm.op.loss.loss_windows import Windows
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.resharding import Axes
-from pallas_gemm.op.product import equally_varying, run_as_jax_does
+from pallas_gemm.op.product import equally_varying, give_rules, lower_by
 
 gradients_p = core.Primitive("pallas_gemm_loss_gradients")
 gradients_p.multiple_results = True
@@ -63,11 +65,11 @@ class Gradients:
         """Computes the same, from logits that wait where there are any."""
         return self._run(self.layer, self._slices(self.layer, operands), operands)
 
-    def _slices(self, layer: Layer, operands: Sequence[Any]) -> loss_chunks.Slices | None:
+    def _slices(self, layer: Layer, operands: Sequence[Any]) -> Slices | None:
         """Returns how the chunks of kernels are computed from slices, where logits wait."""
         if not self.waits:
             return None
-        return loss_chunks.Slices(layer, layer.waiting(*operands[:2]))
+        return Slices(layer, layer.waiting(*operands[:2]))
 
     def on_one_device(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes the same, by parts of whole arrays where a kernel takes them."""
@@ -83,11 +85,11 @@ class Gradients:
             return self._run(layer, None, operands)
         found = loss_windows.planned(layer, parts, self.wanted, given, slopes)
         if isinstance(found, str):
-            found = self._slices(layer, operands) or loss_chunks.Slices(layer, layer.slices(*own))
+            found = self._slices(layer, operands) or Slices(layer, layer.slices(*own))
         return self._run(layer, found, operands)
 
     def _run(
-        self, layer: Layer, by: loss_chunks.Way | None, operands: Sequence[jax.Array]
+        self, layer: Layer, by: Slices | Windows | None, operands: Sequence[jax.Array]
     ) -> list[jax.Array]:
         given, slopes, kept = self._taken_apart(operands)
         waiting = operands[-1] if by is not None and by.parts.waits else None
@@ -177,16 +179,7 @@ def _lowered(
 
 
 def _jvp(primals: Any, tangents: Any, *, work: Gradients, jaxpr: Any, devices: Any) -> Any:
-    places = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
-
-    def of_moving(*moving: jax.Array) -> list[jax.Array]:
-        own = list(primals)
-        for place, x in zip(places, moving, strict=True):
-            own[place] = x
-        return work.run(*own)
-
-    moving = tuple(primals[i] for i in places)
-    changes = jax.jvp(of_moving, moving, tuple(tangents[i] for i in places))[1]
+    changes = linear.derived(work.run, primals, linear.changes(tangents))[1]
     return gradients_p.bind(*primals, work=work, jaxpr=jaxpr, devices=devices), changes
 
 
@@ -195,11 +188,6 @@ def _batch(operands: Any, dims: Any, *, work: Gradients, **_: Any) -> Any:
     return results, [0] * len(results)
 
 
-run_as_jax_does(gradients_p)
-ad.primitive_jvps[gradients_p] = _jvp
-batching.primitive_batchers[gradients_p] = _batch
+give_rules(gradients_p, jvp=_jvp, batch=_batch)
 mlir.register_lowering(gradients_p, _lowered)
-mlir.register_lowering(of_device_p, functools.partial(_lowered_of_device, gpu=False))
-mlir.register_lowering(
-    of_device_p, functools.partial(_lowered_of_device, gpu=True), platform="cuda"
-)
+lower_by(of_device_p, _lowered_of_device)

@@ -7,109 +7,56 @@ The width is gathered where it is split. If one axis splits tokens and words, it
 the dimension that is larger.
 """
 
-import dataclasses
 import functools
-import hashlib
-import math
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
-from jax.extend import core
-from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_gemm._version import __version__
 from pallas_gemm.call import signature_of
-from pallas_gemm.op.loss.loss_chunks import over_words
 from pallas_gemm.op.loss.loss_layer import Layer
-from pallas_gemm.op.mesh import mesh_axes, mesh_context
+from pallas_gemm.op.mesh import mesh_axes
+from pallas_gemm.op.mesh.parts import handed_out, named, share
 from pallas_gemm.op.mesh.resharding import Axes
 
 
-class Work(Protocol):
-    """Something to compute of a last layer, by the dimensions of its operands and results.
-
-    Attributes:
-        layer: The layer.
-        operands: The dimensions of each operand: t for tokens, w for words, k for the width. The
-            first ones are hidden, weight and labels.
-        results: The dimensions of each result.
-    """
-
-    layer: Layer
-    operands: tuple[str, ...]
-    results: tuple[str, ...]
-
-    def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes it from what one device has."""
-        ...
-
-    def on_one_device(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes the same, in a program of which that is all that a device runs."""
-        ...
-
-    def combine(self, results: Sequence[jax.Array], axes: Any) -> Sequence[jax.Array]:
-        """Combines the results of devices, by the axes that split tokens and words."""
-        ...
-
-
 def shared(work: Any, *operands: jax.Array) -> list[jax.Array]:
-    """Computes it in parts that XLA hands out to the devices of a mesh."""
-    run = custom_partitioning(lambda *x: list(work.run(*x)))
+    """Computes something of a last layer in parts that XLA hands out to the devices of a mesh.
+
+    Args:
+        work: `Statistics`, or the `Gradients` of `loss_gradient`. It says the dimensions of its
+            operands and results: t for tokens, w for words, k for the width.
+        *operands: Its operands; the first ones are hidden, weight and labels.
+    """
     given, results = (
         ", ".join(" ".join(own) for own in each) for each in (work.operands, work.results)
     )
     summed = set("".join(work.operands)) - set("".join(work.results)) - {"k"}
-    run.def_partition(
+    run = handed_out(
+        lambda *x: list(work.run(*x)),
         functools.partial(_partition, work),
-        sharding_rule=f"{given} -> {results}",
+        f"{given} -> {results}",
         reduction_factors=tuple(sorted(summed)),
         need_replication_factors=("k",),
-        # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
-        decode_shardings=False,
     )
-    name = f"{work} {signature_of(operands)} {__version__}"
-    with set_xla_metadata(pallas_gemm=hashlib.sha256(name.encode()).hexdigest()):
+    with named(f"{work} {signature_of(operands)}"):
         return run(*operands)
 
 
-_part_p = core.Primitive("pallas_gemm_loss_part")
-"""The part of one device; its arrays are on no mesh, whatever the types around it say."""
-_part_p.multiple_results = True
-
-
-@_part_p.def_abstract_eval
-def _abstract(*_: Any, types: tuple[Any, ...], **__: Any) -> Any:
-    return mesh_context.types_off_mesh(*types)
-
-
-def _lowered(
-    ctx: mlir.LoweringRuleContext, *operands: Any, run: Callable[..., Any], types: Any
-) -> Any:
-    del types
-    return mesh_context.lower_off_mesh(ctx, run, operands)
-
-
-mlir.register_lowering(_part_p, _lowered)
-
-
-def _partition(work: Any, mesh: Mesh, args: Sequence[Any], results: Sequence[Any]) -> Any:
-    """Says what one device computes: the answer to XLA's question, as in `partition`."""
-    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+def _partition(work: Any, mesh: Mesh, _: Any, args: Sequence[Any], results: Sequence[Any]) -> Any:
+    """Says what one device computes; see `handed_out`."""
     sizes: dict[str, int] = {}
     placed: dict[str, Axes] = {}
     for letters, x in zip(work.operands, args, strict=True):
         sizes |= dict(zip(letters, x.shape, strict=True))
     for letters, x in zip(work.operands[:2], args[:2], strict=True):
-        placed |= dict(zip(letters, mesh_axes.placement(x.sharding, 2, fine), strict=True))
-    axes = _shared_out(fine, sizes, placed)
+        placed |= dict(zip(letters, mesh_axes.placement(x.sharding, 2, mesh), strict=True))
+    axes = _shared_out(mesh, sizes, placed)
 
     def sharding(letters: str) -> NamedSharding:
-        return NamedSharding(fine, PartitionSpec(*(axes.get(x) or None for x in letters)))
+        return NamedSharding(mesh, PartitionSpec(*(axes.get(x) or None for x in letters)))
 
     def run(*own: jax.Array) -> list[jax.Array]:
         if axes["w"]:
@@ -122,58 +69,17 @@ def _partition(work: Any, mesh: Mesh, args: Sequence[Any], results: Sequence[Any
         (own.shard_shape(tuple(x.shape)), x.dtype)
         for own, x in zip(placed_results, results, strict=True)
     )
-    part = functools.partial(_part_p.bind, run=run, types=types)
-    return fine, part, placed_results, tuple(map(sharding, work.operands))
+    return share(run, types), placed_results, tuple(map(sharding, work.operands))
 
 
 def _shared_out(mesh: Mesh, sizes: dict[str, int], placed: dict[str, Axes]) -> dict[str, Axes]:
     """Returns the axes that split tokens and words, into parts of one size."""
     found: dict[str, Axes] = {"t": (), "w": ()}
     for letter in sorted("tw", key=lambda x: -sizes[x]):
-        for axis in placed[letter]:
-            taken = {*found["t"], *found["w"]}
-            parts = math.prod(mesh.shape[own] for own in (*found[letter], axis))
-            if axis not in taken and sizes[letter] % parts == 0:
-                found[letter] += (axis,)
+        taken = {*found["t"], *found["w"]}
+        free = (axis for axis in placed[letter] if axis not in taken)
+        found[letter] = mesh_axes.dividing(mesh, free, sizes[letter])
     return found
-
-
-@dataclasses.dataclass(frozen=True)
-class Statistics:
-    """The statistics of each token, and the product if it is kept.
-
-    Attributes:
-        layer: The layer.
-        keep: The product is kept.
-        compute: Computes them of what one device has.
-    """
-
-    layer: Layer
-    keep: bool
-    compute: Callable[..., Sequence[jax.Array]] = dataclasses.field(repr=False)
-
-    @property
-    def operands(self) -> tuple[str, ...]:
-        """The dimensions of each operand."""
-        return dimensions_of(self.layer)
-
-    @property
-    def results(self) -> tuple[str, ...]:
-        """The dimensions of each result."""
-        return ("t",) * (2 + self.layer.total) + ("tw",) * self.keep
-
-    def run(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        """Computes it from what one device has."""
-        return self.compute(self.layer, *operands, keep=self.keep)
-
-    on_one_device = run
-
-    def combine(self, results: Sequence[jax.Array], axes: dict[str, Axes]) -> Sequence[jax.Array]:
-        """Combines what devices have of the words of a token."""
-        if not axes["w"]:
-            return results
-        count = 2 + self.layer.total
-        return [*over_words(results[:count], axes["w"]), *results[count:]]
 
 
 def dimensions_of(layer: Layer) -> tuple[str, ...]:

@@ -6,7 +6,7 @@
 
 So nothing passes over memory between the products, and there is no second array of sums
 (`kernels/windows.py`). `loss_chunks` has the loop over chunks of words. Where logits wait in the
-gradient of the weight (`loss_waiting`), slopes of those tokens are made of them in one pass.
+gradient of the weight (`loss`), slopes of those tokens are made of them in one pass.
 """
 
 import dataclasses
@@ -18,11 +18,11 @@ import numpy as np
 from jax import lax
 
 from pallas_gemm.call import Call, Signature, signature_of
-from pallas_gemm.kernels import launch
 from pallas_gemm.kernels.windows import Window
 from pallas_gemm.op import fused
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.loss import loss_layer
 from pallas_gemm.op.loss.loss_layer import Given, Layer, Slopes, Wanted
 from pallas_gemm.op.loss.loss_plan import STEP, Chunks
@@ -52,19 +52,18 @@ class Products(NamedTuple):
 
 
 class Windows(NamedTuple):
-    """How chunks are computed: see `loss_chunks.Slices`.
+    """Chunks by kernels; `at` is where one begins, and how many words it has.
 
     Attributes:
-        layer: The layer.
         parts: The chunks.
         of: The kernels, by the words of a chunk.
     """
 
-    layer: Layer
     parts: Chunks
     of: dict[int, Products]
 
     together = 1
+    """Chunks in a round of the loop."""
 
     def words(self, given: Given, start: Any, size: int) -> Given:
         """Returns the operands of some words: of the weight, all."""
@@ -74,7 +73,10 @@ class Windows(NamedTuple):
     def slopes(
         self, with_bias: bool, own: Given, slopes: Slopes, at: Any, above: int
     ) -> list[jax.Array]:
-        """Computes the slopes of some words, and the gradient of their bias."""
+        """Computes the slopes of some words below those of other tokens, and their bias's gradient.
+
+        There is room for this many other tokens above.
+        """
         start, size = at
         found = self.of[size].slopes
         del with_bias  # The function knows.
@@ -144,7 +146,7 @@ def planned(
         if isinstance(products, str):
             return products
         found[size] = products
-    return Windows(layer, parts, found)
+    return Windows(parts, found)
 
 
 def _by_kernel(call: Call) -> Call:
@@ -202,31 +204,36 @@ def _reaches_beyond(part: Part, words: int) -> bool:
     """Whether the last tiles of the gradient of the weight reach beyond a chunk that is full."""
     plan: Any = part.decision.plan
     problem = plan.config.as_computed(plan.realigned.problem)
-    return words % STEP == 0 and launch.reach(plan.config, problem)[0] > words
+    return words % STEP == 0 and plan.config.reach(problem)[not problem.transpose_out] > words
 
 
 def _of_slopes(layer: Layer, with_bias: bool, own: Given, slopes: Slopes, *, above: int) -> Any:
     function = loss_layer.slopes_of_sums(layer, own, with_bias, slopes)
     given = (own.hidden, own.weight, *slopes.leaves(), own.labels, *own.bias)
+    window = Window(right=layer.axis, below=above or None)
+    return _of_function(layer, function, given, window, above + own.hidden.shape[0])
+
+
+def _of_function(
+    layer: Layer, function: Function, given: Sequence[Any], window: Window, rows: int
+) -> tuple[Part, fused.Fused] | str:
+    """Returns the kernel of a function, one result of which is in an array of this many rows.
+
+    Or why no kernel takes parts of its operands.
+    """
     found = fused.plan(layer.call, layer.contraction, function, signature_of(given))
     if isinstance(found, str):
         return found
     decision = _uncut(found.decision)
     if why := _why_not(decision, found.form):
         return why
-    window = Window(right=layer.axis, below=above or None)
-    return _part_of_function(found, decision, window, above + own.hidden.shape[0]), found
-
-
-def _part_of_function(found: fused.Fused, decision: Decision, window: Window, rows: int) -> Part:
-    """Returns the kernel of a function, one result of which is in an array of this many rows."""
     types = [
         ((rows, shape[1]) if len(shape) > 1 and own.kind == "mn" else shape, dtype)
         for own, (shape, dtype) in zip(
             found.split.program.results, kernel_types(found.call, decision), strict=True
         )
     ]
-    return Part(found.call, decision, window, False, tuple(types))
+    return Part(found.call, decision, window, False, tuple(types)), found
 
 
 def statistics(layer: Layer, given: Given) -> list[jax.Array] | None:
@@ -234,13 +241,10 @@ def statistics(layer: Layer, given: Given) -> list[jax.Array] | None:
     layer = dataclasses.replace(layer, call=_by_kernel(layer.call))
     function = loss_layer.statistics_of_sums(layer, given, keep=True, in_kernel=True)
     own = (given.hidden, given.weight, given.labels, *given.bias)
-    found = fused.plan(layer.call, layer.contraction, function, signature_of(own))
-    if isinstance(found, str):
+    planned = _of_function(layer, function, own, Window(below=0), given.weight.shape[0])
+    if isinstance(planned, str):
         return None
-    decision = _uncut(found.decision)
-    if _why_not(decision, found.form):
-        return None
-    part = _part_of_function(found, decision, Window(below=0), given.weight.shape[0])
+    part, found = planned
     whole = loss_layer.empty(given, given.weight.shape, given.weight.dtype)
     prepared = found.split.prepared(own[2:])
     return _finished(found, own[2:], part(0, *own[:2], *prepared, whole), 0)

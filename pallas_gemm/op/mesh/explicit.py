@@ -15,13 +15,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.extend import core
-from jax.interpreters import ad, batching, mlir
+from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.call import OF_RESULT, Call, Operands
 from pallas_gemm.op import autodiff, function_of_sums, fused, linear
-from pallas_gemm.op.contraction import Contraction, joined
-from pallas_gemm.op.product import product, run_as_jax_does
+from pallas_gemm.op.contraction import Contraction
+from pallas_gemm.op.product import give_rules, product
 from pallas_gemm.planning import numerics
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
@@ -79,11 +79,12 @@ class _Fused:
 
     def apart(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes the product, then the function by XLA."""
-        factors, given = fused.factors_of(self.call, operands)
-        each = fused.each_sum(self.call, self.contraction, factors, self.call.out_dtype)
-        sums = [explicit_product(own, dims, self.sums, *x.present()) for own, dims, x in each]
-        types = self.function.types
-        return self.function(*(joined(x, types[0].shape) for x in sums), *given)
+
+        def multiply(own: Call, dims: Contraction, *factors: jax.Array) -> jax.Array:
+            return explicit_product(own, dims, self.sums, *factors)
+
+        own = self.call, self.contraction, self.function
+        return fused.apart(*own, *operands, multiply=multiply)
 
 
 def explicit_fused(
@@ -133,14 +134,7 @@ class _Change:
     changed: tuple[bool, ...]
 
     def __call__(self, *operands: jax.Array) -> Sequence[jax.Array]:
-        primals, tangents = _primals_and_tangents(operands, self.changed)
-        moving = [x for x, changed in zip(primals, self.changed, strict=True) if changed]
-
-        def of_moving(*moving: jax.Array) -> Sequence[jax.Array]:
-            return self.of(*_filled(self.changed, moving, primals))
-
-        changes = [t for t in tangents if t is not None]
-        return jax.jvp(of_moving, moving, changes)[1]
+        return linear.derived(self.of, *_primals_and_tangents(operands, self.changed))[1]
 
 
 def _primals_and_tangents(operands: Sequence[Any], changed: Sequence[bool]) -> tuple[Any, Any]:
@@ -215,26 +209,14 @@ def _jvp(primals: Any, tangents: Any, *, f: Function, jaxpr: core.ClosedJaxpr) -
         result, change = _product_jvp(f, shardings[0], primals, linear.changes(tangents))
         return [result], [change]
     if isinstance(f, _Fused):
-        if (promised := f.call.options.numerics) is not None:
-            why = "on an explicit mesh, XLA computes a function that is derived"
-            raise ValueError(numerics.why_not_kept(promised, why))
+        why = "on an explicit mesh, XLA computes a function that is derived"
+        numerics.refuse_promised(f.call.options, why)
         # All that is kept for the derivative has to be on the explicit mesh.
-        return _apart_jvp(f, primals, linear.changes(tangents))
+        return linear.derived(f.apart, primals, linear.changes(tangents))
     changes = [t for t in linear.changes(tangents) if t is not None]
     changed = tuple(t is not None for t in linear.changes(tangents))
     results = explicit_p.bind(*primals, f=f, jaxpr=jaxpr)
     return results, computed(_Change(f, changed), shardings, *primals, *changes)
-
-
-def _apart_jvp(f: _Fused, primals: Any, tangents: Any) -> tuple[Any, Any]:
-    """Derives the product, and what XLA computes of it."""
-    moved = [t is not None for t in tangents]
-    moving = [x for x, moves in zip(primals, moved, strict=True) if moves]
-
-    def of_moving(*moving: jax.Array) -> list[jax.Array]:
-        return f.apart(*_filled(moved, moving, primals))
-
-    return jax.jvp(of_moving, tuple(moving), tuple(t for t in tangents if t is not None))
 
 
 def _product_jvp(f: _Product, sharding: Any, primals: Any, tangents: Any) -> tuple[Any, Any]:
@@ -315,8 +297,5 @@ def _batch(operands: Any, dims: Any, *, f: Function, jaxpr: core.ClosedJaxpr) ->
     return results, [0] * len(results)
 
 
-run_as_jax_does(explicit_p)
-ad.primitive_jvps[explicit_p] = _jvp
-ad.primitive_transposes[explicit_p] = _transpose
-batching.primitive_batchers[explicit_p] = _batch
+give_rules(explicit_p, jvp=_jvp, transpose=_transpose, batch=_batch)
 mlir.register_lowering(explicit_p, _lowered)

@@ -18,12 +18,11 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import jax
-import numpy as np
 from jax import lax
 from jax.extend import core
 from jax.interpreters import ad, batching, mlir
 
-from pallas_gemm.call import Call, Signature
+from pallas_gemm.call import Call, Signature, signature_of
 from pallas_gemm.computer import occupancy
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
@@ -153,8 +152,7 @@ def _in_kernel(ctx: mlir.LoweringRuleContext, how: FusedCollective) -> Callable[
     exchange = Exchange(tuple(mesh.shape.items()), how.axes, how.gathers)
     if call.options.target is None:
         call = call.with_target(targeting.first_gpu() or targeting.absent_gpu(mesh))
-    avals: Any = ctx.avals_in
-    signature = tuple((tuple(aval.shape), np.dtype(aval.dtype)) for aval in avals)
+    signature = signature_of(ctx.avals_in)
     if len(signature[0][0]) != 2:
         return None
     whole = how.whole(signature, exchange.size)

@@ -18,12 +18,12 @@ from typing import Any
 import jax
 import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
 from jax.interpreters import mlir
 from jax.sharding import Mesh
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Signature, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.kernels.functions import exponentials, places
 from pallas_gemm.kernels.functions.axes import Names
 from pallas_gemm.kernels.functions.split import Split as Parts
@@ -32,9 +32,10 @@ from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_axes, mesh_context, sharing
 from pallas_gemm.op.mesh.mesh_axes import Split
-from pallas_gemm.op.mesh.parts import note, part_p
+from pallas_gemm.op.mesh.parts import handed_out, note, part_p, share
 from pallas_gemm.op.mesh.resharding import Placement
-from pallas_gemm.planning import dispatch, numerics, targeting
+from pallas_gemm.op.product import lower_by
+from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.by_xla import xla_program
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.program import ADDING, ARGMAX, LOGSUMEXP, Program, Result
@@ -91,16 +92,15 @@ class Shared:
     def types(self, *shapes: Sequence[int]) -> list[jax.ShapeDtypeStruct]:
         """Returns the types of the results for factors of these shapes."""
         dims = self.contraction
-        sizes = dict(zip(dims.lhs + dims.rhs, (*shapes[0], *shapes[1]), strict=True)) | {PARTS: 2}
+        sizes = dims.sizes(*shapes[:2]) | {PARTS: 2}
         pairs = zip(self.of_results, self.program.results, strict=True)
         return [
             jax.ShapeDtypeStruct(tuple(sizes[x] for x in letters), own.dtype)
             for letters, own in pairs
         ]
 
-    def by_xla(self, call: Call, *operands: Any) -> list[Any]:
+    def by_xla(self, *operands: Any) -> list[Any]:
         """Computes the results by XLA."""
-        del call  # It is its own.
         (a, *rights), given = self.factors(operands)
         sums = [self.contraction.by_xla(self.plain, a, b) for b in rights]
         return self.finished(sums, given)
@@ -126,39 +126,26 @@ def shared_program(call: Call, contraction: Contraction, parts: Parts, *operands
     shared = Shared(call, contraction, parts.program, tuple(parts.letters))
     factors, given = shared.factors(operands)
     every = (*factors, *parts.spread(given))
-    run = custom_partitioning(functools.partial(program_part_p.bind, shared=shared))
-    run.def_partition(
+    run = handed_out(
+        functools.partial(program_part_p.bind, shared=shared),
         functools.partial(_partition, shared),
-        sharding_rule=_rule(shared),
+        mesh_axes.sharding_rule(contraction, shared.of_operands, shared.of_results, PARTS),
         reduction_factors=mesh_axes.reduced_factors(contraction),
-        decode_shardings=False,
     )
     return parts.finished(given, run(*every))
 
 
-def _rule(shared: Shared) -> str:
-    """Says which dimensions of operands and results are split alike."""
-    dims = shared.contraction
-    every = [*dict.fromkeys(dims.lhs + dims.rhs), PARTS]
-
-    def text(each: Sequence[str]) -> str:
-        return ", ".join(" ".join(f"d{every.index(x)}" for x in own) for own in each)
-
-    return f"{text(shared.of_operands)} -> {text(shared.of_results)}"
-
-
-def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) -> tuple[Any, ...]:
-    """Says what one device computes: the answer to XLA's question, as in `partition`."""
-    call = shared.call
-    if call.options.target is None:
-        call = call.with_target(targeting.absent_gpu(mesh))
-        shared = dataclasses.replace(shared, call=call)
-    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+def _partition(
+    shared: Shared, mesh: Mesh, gpu: Device | None, args: Sequence[Any], results: Any
+) -> tuple[Any, ...]:
+    """Says what one device computes; see `handed_out`."""
+    call = shared.call if shared.call.options.target else shared.call.with_target(gpu)
+    shared = dataclasses.replace(shared, call=call)
     factors, _ = shared.factors(args)
-    wanted = [mesh_axes.placement(x.sharding, len(x.shape), fine) for x in factors]
-    wanted.append(_wanted(shared, fine, results))
-    signature = signature_of(tuple(factors))
-    split, _ = sharing.share_out(call, shared.contraction, signature, fine, tuple(wanted))
+    wanted = [mesh_axes.placement(x.sharding, len(x.shape), mesh) for x in factors]
+    wanted.append(_wanted(shared, mesh, results))
+    signature = signature_of(factors)
+    split, _ = sharing.share_out(call, shared.contraction, signature, mesh, tuple(wanted))
     split = _evenly(shared, split, [x.shape for x in factors])
     _refuse_parts(shared, split)
 
@@ -170,9 +157,8 @@ def _partition(shared: Shared, mesh: Mesh, args: Sequence[Any], results: Any) ->
         split.local(x.shape, split.placement(own, scattered=False))
         for x, own in zip(factors, shared.of_operands, strict=False)
     ]
-    share = _Share(shared, split, tuple(shared.types(*local)))
-    run = functools.partial(program_share_p.bind, share=share)
-    return fine, run, shardings(shared.of_results), tuple(shardings(shared.of_operands))
+    run = share(_Share(shared, split), signature_of(shared.types(*local)))
+    return run, shardings(shared.of_results), tuple(shardings(shared.of_operands))
 
 
 def _wanted(shared: Shared, mesh: Mesh, results: Sequence[Any]) -> Placement:
@@ -192,7 +178,7 @@ def _wanted(shared: Shared, mesh: Mesh, results: Sequence[Any]) -> Placement:
 def _evenly(shared: Shared, split: Split, shapes: Sequence[Any]) -> Split:
     """Returns a split without the dimensions that it does not divide; sums are not scattered."""
     dims = shared.contraction
-    sizes = dict(zip(dims.lhs + dims.rhs, (*shapes[0], *shapes[1]), strict=True))
+    sizes = dims.sizes(*shapes[:2])
     axes = {x: own if sizes[x] % split.size(own) == 0 else () for x, own in split.axes.items()}
     return dataclasses.replace(split, axes=axes, scattered=dict.fromkeys(dims.out, ()))
 
@@ -212,7 +198,7 @@ def refuse_unpromised(call: Call, parts: Parts | str) -> None:
     elif promised.chunk is not None and _adds_up_rows(parts):
         why = "the epilogue adds up rows, and only gradients of right operands do so in chunks"
     if why:
-        raise ValueError(numerics.why_not_kept(promised, why))
+        numerics.refuse_promised(call.options, why)
 
 
 def _adds_up_rows(parts: Parts | str) -> bool:
@@ -223,17 +209,14 @@ def _adds_up_rows(parts: Parts | str) -> bool:
 def _refuse_parts(shared: Shared, split: Split) -> None:
     """Raises an error if devices add up sums whose bits are promised."""
     options = shared.call.options
-    if options.numerics is None:
-        return
-    why = None
-    if split.contracted:
-        why = f"the mesh splits what is summed over ({split}), and devices add up their sums"
     columns = any(split.axes[letter] for letter in shared.names.columns)
     adding = [x for x in shared.program.reductions if x.kind == "m" and x.reduction in ADDING]
     if options.parts and columns and adding:
         why = f"the mesh splits the columns ({split}), along which the epilogue adds up"
-    if why:
-        raise ValueError(numerics.why_not_kept(options.numerics, why))
+        numerics.refuse_promised(options, why)
+    if split.contracted:
+        why = f"the mesh splits what is summed over ({split}), and devices add up their sums"
+        numerics.refuse_promised(options, why)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -243,12 +226,10 @@ class _Share:
     Attributes:
         shared: The whole.
         split: Which axes of the mesh split what.
-        types: The types of the device's results.
     """
 
     shared: Shared
     split: Split
-    types: tuple[Any, ...]
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes it from the device's parts of the operands."""
@@ -289,10 +270,6 @@ ACROSS: dict[str, Callable[..., Any]] = {
 }
 """How the parts of a reduction that devices have become the whole."""
 
-program_share_p = core.Primitive("pallas_gemm_program_share")
-"""A `_Share`; its arrays are on no mesh, whatever the types around it say."""
-program_share_p.multiple_results = True
-
 program_part_p = core.Primitive("pallas_gemm_program_part")
 """The product and the program of one device, by a kernel or by XLA."""
 program_part_p.multiple_results = True
@@ -302,14 +279,9 @@ program_kernel_p = core.Primitive("pallas_gemm_program_kernel")
 program_kernel_p.multiple_results = True
 
 
-@program_share_p.def_abstract_eval
-def _abstract_share(*_: Any, share: _Share) -> Any:
-    return mesh_context.types_off_mesh(*((x.shape, x.dtype) for x in share.types))
-
-
 @program_part_p.def_abstract_eval
 def _abstract_part(*avals: Any, shared: Shared) -> Any:
-    return jax.make_jaxpr(functools.partial(shared.by_xla, shared.call))(*avals).out_avals
+    return jax.make_jaxpr(shared.by_xla)(*avals).out_avals
 
 
 @program_kernel_p.def_effectful_abstract_eval
@@ -331,14 +303,10 @@ def kernel_types(call: Call, decision: Decision) -> Signature:
     )
 
 
-def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: _Share) -> Any:
-    return mesh_context.lower_share(ctx, share, operands)
-
-
 def _lowered_part(ctx: mlir.LoweringRuleContext, *operands: Any, shared: Shared, gpu: bool) -> Any:
     shared = dataclasses.replace(shared, call=lowering.planned(shared.call, gpu))
-    run = functools.partial(shared.by_xla, shared.call)
-    signature = signature_of(tuple(ctx.avals_in))
+    run: Callable[..., Any] = shared.by_xla
+    signature = signature_of(ctx.avals_in)
     call, own, form = _of_device(shared, signature)
     # The function was split for rows and columns that are no batch.
     is_other = is_turned(form) or set(form.lead) != set(shared.names.batch)
@@ -380,10 +348,5 @@ def _of_matrices(
     return [x.reshape(own.shape) for x, own in zip(results, types, strict=True)]
 
 
-mlir.register_lowering(program_share_p, _lowered_share)
-for _primitive, _rule_of in (
-    (program_part_p, _lowered_part),
-    (program_kernel_p, lowering.lowered_kernel),
-):
-    mlir.register_lowering(_primitive, functools.partial(_rule_of, gpu=False))
-    mlir.register_lowering(_primitive, functools.partial(_rule_of, gpu=True), platform="cuda")
+lower_by(program_part_p, _lowered_part)
+lower_by(program_kernel_p, lowering.lowered_kernel)

@@ -18,16 +18,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.extend import core
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import DIMENSIONS, GroupedCall, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.op.mesh import mesh_axes
-from pallas_gemm.op.mesh.parts import note, share_p, told_apart
+from pallas_gemm.op.mesh.parts import handed_out, note, share, told_apart
 from pallas_gemm.op.mesh.resharding import Axes
 from pallas_gemm.op.permutation import permuted
-from pallas_gemm.planning import numerics, targeting
+from pallas_gemm.planning import numerics
 from pallas_gemm.planning.by_xla import xla_groups
 
 grouped_part_p = core.Primitive("pallas_gemm_grouped_part")
@@ -38,12 +38,11 @@ def shared_groups(call: GroupedCall, *operands: jax.Array) -> jax.Array:
     """Computes a call whose parts XLA hands out to the devices of a mesh."""
     letters = _letters(call, [x.ndim for x in operands])
     *given, out = (" ".join(own) for own in letters)
-    shared = custom_partitioning(functools.partial(grouped_part_p.bind, call=call))
-    shared.def_partition(
+    shared = handed_out(
+        functools.partial(grouped_part_p.bind, call=call),
         functools.partial(_partition, call, letters),
-        sharding_rule=f"{', '.join(given)} -> {out}",
+        f"{', '.join(given)} -> {out}",
         reduction_factors=("k",) if call.contracted else ("k", "g"),
-        decode_shardings=False,
     )
     with told_apart(xla_groups.by_jax, call, signature_of(operands)):
         return shared(*operands)
@@ -86,19 +85,18 @@ def _partition(
     call: GroupedCall,
     letters: tuple[str, ...],
     mesh: Mesh,
+    gpu: Device | None,
     args: Sequence[Any],
     result: Any,
 ) -> tuple[Any, ...]:
-    """Says what one device computes: the answer to XLA's question, as in `partition`."""
-    if call.options.target is None:
-        call = call.with_target(targeting.absent_gpu(mesh))
-    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
-    share = _Share.of(call, letters, fine, [*args, result])
-    if share.axes["k"] and call.options.parts:
-        why = f"the mesh splits what is summed over ({mesh_axes.split_text(share.axes)})"
-        raise ValueError(numerics.why_not_kept(call.options.numerics, why))
-    *given, final = share.shardings()
-    return fine, functools.partial(share_p.bind, share=share), final, tuple(given)
+    """Says what one device computes; see `handed_out`."""
+    call = call if call.options.target else call.with_target(gpu)
+    own = _Share.of(call, letters, mesh, [*args, result])
+    if own.axes["k"] and call.options.parts:
+        why = f"the mesh splits what is summed over ({mesh_axes.split_text(own.axes)})"
+        numerics.refuse_promised(call.options, why)
+    *given, final = own.shardings()
+    return share(own, ((own.shape, call.out_dtype),)), final, tuple(given)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -120,7 +118,6 @@ class _Share:
     mesh: Mesh
     axes: Mapping[str, Axes]
     scattered: Mapping[str, Axes]
-    whole = None
 
     @classmethod
     def of(
@@ -138,17 +135,16 @@ class _Share:
         share = cls(call, letters, sizes, mesh, axes, scattered)
         for letter, wanted in _preferred(call, a, b, out):
             taken = {axis for own in axes.values() for axis in own}
-            share._take(letter, (x for x in wanted if x not in taken), axes)
+            axes[letter] += share._dividing(letter, (x for x in wanted if x not in taken))
         # What follows a sum needs all of it.
         for letter, wanted in out.items() if call.epilogue.is_identity else ():
-            share._take(letter, (x for x in wanted if x in share.summed), scattered)
+            scattered[letter] += share._dividing(letter, (x for x in wanted if x in share.summed))
         return share
 
-    def _take(self, letter: str, wanted: Iterable[str], into: dict[str, Axes]) -> None:
-        """Lets axes split a dimension, as far as all parts are of one size."""
-        for axis in wanted:
-            if self.sizes[letter] % (self._parts(letter) * self.mesh.shape[axis]) == 0:
-                into[letter] += (axis,)
+    def _dividing(self, letter: str, wanted: Iterable[str]) -> Axes:
+        """Returns those of some axes that split a dimension further, into parts of one size."""
+        parts = self._parts(letter)
+        return mesh_axes.dividing(self.mesh, wanted, self.sizes[letter], parts)
 
     def _parts(self, letter: str) -> int:
         """Returns into how many parts a dimension is split, that of the result if it has it."""
@@ -161,11 +157,6 @@ class _Share:
     def shape(self) -> tuple[int, ...]:
         """The shape of the device's part of the result."""
         return tuple(self.sizes[x] // self._parts(x) for x in self.letters[-1])
-
-    @property
-    def out_dtype(self) -> Any:
-        """The type of the result."""
-        return self.call.out_dtype
 
     @property
     def summed(self) -> Axes:

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,12 +16,22 @@ from pallas_gemm.op.mesh.resharding import Axes, Placement
 from pallas_gemm.planning import plans
 
 
-def sharding_rule(call: Call, contraction: Contraction) -> str:
-    """Says which dimensions of operands and result are split alike."""
-    *operands, result = (
-        " ".join(_factors(contraction, letters)) for letters in contraction.of_operands(call)
+def sharding_rule(
+    contraction: Contraction, operands: Sequence[str], results: Sequence[str], more: str = ""
+) -> str:
+    """Says which dimensions of operands and results are split alike.
+
+    Args:
+        contraction: A product.
+        operands: The dimensions of each operand.
+        results: The dimensions of each result.
+        more: Dimensions that the product has not.
+    """
+    given, made = (
+        ", ".join(" ".join(_factors(contraction, own, more)) for own in each)
+        for each in (operands, results)
     )
-    return f"{', '.join(operands)} -> {result}"
+    return f"{given} -> {made}"
 
 
 def reduced_factors(contraction: Contraction) -> tuple[str, ...]:
@@ -29,9 +39,9 @@ def reduced_factors(contraction: Contraction) -> tuple[str, ...]:
     return tuple(_factors(contraction, contraction.contracted))
 
 
-def _factors(contraction: Contraction, letters: str) -> list[str]:
+def _factors(contraction: Contraction, letters: str, more: str = "") -> list[str]:
     """Names dimensions as XLA's parser of rules knows names: one letter and a number."""
-    every = list(dict.fromkeys(contraction.lhs + contraction.rhs))
+    every = list(dict.fromkeys(contraction.lhs + contraction.rhs + more))
     return [f"d{every.index(x)}" for x in letters]
 
 
@@ -43,11 +53,21 @@ def sums_dtype(call: Call, signature: Signature) -> np.dtype:
     return travelling_dtype(wide, result, call.options.reduced)
 
 
-def sizes_of(call: Call, contraction: Contraction, signature: Signature) -> dict[str, int]:
-    """Returns the size of each dimension of the whole product."""
-    named = call.unpack(signature)
-    letters, shape = contraction.lhs + contraction.rhs, (*named.a[0], *named.b[0])
-    return dict(zip(letters, shape, strict=True))
+def dividing(mesh: Mesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes:
+    """Returns those of some axes that split a dimension into parts of one size.
+
+    Args:
+        mesh: The devices.
+        axes: The axes, the first choice first.
+        size: The size of the dimension.
+        parts: Each part is to be a multiple of this.
+    """
+    found: Axes = ()
+    for axis in axes:
+        if size % (parts * mesh.shape[axis]) == 0:
+            parts *= mesh.shape[axis]
+            found += (axis,)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

@@ -38,11 +38,9 @@ def is_on_mesh(*operands: Any) -> bool:
     return any(mesh.size > 1 for mesh in meshes) and why_not_shared(*meshes) is None
 
 
-def is_partial_sum(x: Any) -> bool:
+def is_partial_sum(aval: Any) -> bool:
     """Whether the type of an operand says that it, or its gradient, is a sum still to be made."""
-    if not isinstance(x, jax.Array):
-        return False
-    spec, in_shard_map = jax.typeof(x).sharding.spec, jax.typeof(x).manual_axis_type
+    spec, in_shard_map = aval.sharding.spec, aval.manual_axis_type
     return bool(spec.reduced or spec.unreduced or in_shard_map.unreduced)
 
 
@@ -114,7 +112,7 @@ def lower_off_mesh(
 
     Kernels take no arrays that vary along the axes of a `shard_map`, or are split by their types.
     """
-    types = types_off_mesh(*signature_of(tuple(ctx.avals_in)))
+    types = types_off_mesh(*signature_of(ctx.avals_in))
     with jax.sharding.use_abstract_mesh(no_mesh()):
         lower = mlir.lower_fun(lambda *x: jax.tree.leaves(run(*x)), multiple_results=True)
         inner = ctx.replace(avals_in=types)

@@ -22,29 +22,28 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import Mesh
 
 from pallas_gemm.call import Call, Operands, Signature, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.op.canonical import Form, Merged, merged
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import fused_collective, mesh_axes, resharding, sharing
 from pallas_gemm.op.mesh.mesh_axes import Split
-from pallas_gemm.op.mesh.parts import Shared, note, part_p, share_p, told_apart
+from pallas_gemm.op.mesh.parts import Shared, handed_out, note, part_p, share, told_apart
 from pallas_gemm.op.mesh.resharding import Placement, Step
-from pallas_gemm.planning import dispatch, numerics, plans, targeting
+from pallas_gemm.planning import dispatch, numerics, plans
 
 
 def shared_product(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
     """Computes a call whose parts XLA hands out to the devices of a mesh."""
     signature = signature_of(operands)
-    shared = custom_partitioning(functools.partial(part_p.bind, call=call, contraction=contraction))
-    shared.def_partition(
+    *given, result = contraction.of_operands(call)
+    shared = handed_out(
+        functools.partial(part_p.bind, call=call, contraction=contraction),
         functools.partial(_partition, call, contraction, signature),
-        sharding_rule=mesh_axes.sharding_rule(call, contraction),
+        mesh_axes.sharding_rule(contraction, given, [result]),
         reduction_factors=mesh_axes.reduced_factors(contraction),
-        # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
-        decode_shardings=False,
     )
     with told_apart(contraction.by_xla, call, signature):
         return shared(*operands)
@@ -55,31 +54,17 @@ def _partition(
     contraction: Contraction,
     signature: Signature,
     mesh: Mesh,
+    gpu: Device | None,
     args: Sequence[Any],
     result: Any,
 ) -> tuple[Any, ...]:
-    """Says what one device computes: the answer to XLA's question.
-
-    Args:
-        call: The product.
-        contraction: Its dimensions.
-        signature: Shapes and types of the whole operands.
-        mesh: The program's mesh; empty if it has none.
-        args: Shape, type and sharding of each operand, as XLA would have them.
-        result: The same of the result.
-
-    Returns:
-        The mesh, the function of one device, the sharding of the result and those of the operands.
-    """
-    if call.options.target is None:
-        # Where only `jit` was told about a mesh, its devices are seen here for the first time.
-        call = call.with_target(targeting.absent_gpu(mesh))
-    fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
-    wanted = tuple(mesh_axes.placement(x.sharding, len(x.shape), fine) for x in (*args, result))
-    split, received = sharing.share_out(call, contraction, signature, fine, wanted)
+    """Says what one device computes; see `handed_out`."""
+    call = call if call.options.target else call.with_target(gpu)
+    wanted = tuple(mesh_axes.placement(x.sharding, len(x.shape), mesh) for x in (*args, result))
+    split, received = sharing.share_out(call, contraction, signature, mesh, wanted)
     if split.contracted and call.options.parts:
         why = f"the mesh splits what is summed over ({split}), and devices add up their sums"
-        raise ValueError(numerics.why_not_kept(call.options.numerics, why))
+        numerics.refuse_promised(call.options, why)
     needed = split.placements(call)
     before, after = (*wanted[:-1], needed[-1]), (*needed[:-1], wanted[-1])
     shapes = [x.shape for x in (*args, result)]
@@ -90,9 +75,8 @@ def _partition(
     )
     shape = split.local(result.shape, final)
     whole = Shared(call, contraction, signature, tuple(map(split.sharding, wanted)), received)
-    share = _Share(whole, split, moves, shape)
-    run = functools.partial(share_p.bind, share=share)
-    return fine, run, split.sharding(final), tuple(map(split.sharding, given))
+    run = share(_Share(whole, split, moves), ((shape, call.out_dtype),), whole)
+    return run, split.sharding(final), tuple(map(split.sharding, given))
 
 
 def _own_steps(
@@ -116,18 +100,11 @@ class _Share:
         whole: The product.
         split: Which axes of the mesh split what.
         moves: How each operand, and last the result, is split anew here.
-        shape: The shape of the device's part of the result.
     """
 
     whole: Shared
     split: Split
     moves: tuple[tuple[Step, ...], ...]
-    shape: tuple[int, ...]
-
-    @property
-    def out_dtype(self) -> np.dtype:
-        """The type of the result."""
-        return self.whole.call.out_dtype
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         """Computes it from the device's parts of the operands."""
@@ -140,20 +117,15 @@ class _Share:
         if not self.split.contracted:
             return self._multiply(call, *operands)
         given = call.unpack(operands)
-        a = self._without_padding(given.a, dims.lhs)
-        rights = [self._without_padding(b, dims.rhs) for b in (given.b, given.up) if b is not None]
-        scales = {
-            name: self._without_padding(getattr(given, name), getattr(dims, name))
-            for name in call.epilogue.blocks
-        }
+        letters = {"a": dims.lhs, "b": dims.rhs, "up": dims.rhs}
+        letters |= {name: getattr(dims, name) for name in call.epilogue.blocks}
+        named = {name: (getattr(given, name), own) for name, own in letters.items()}
+        whole = {name: self._without_padding(*x) for name, x in named.items() if x[0] is not None}
+        each = call.each_sum(given._replace(**whole))
         plain = plans.sums_only(call, self.whole.signature)
         dtype = mesh_axes.sums_dtype(call, self.whole.signature)
         plain = dataclasses.replace(plain, out_dtype=dtype)
-        sums = []
-        for right, own in zip(rights, ("col", "up"), strict=False):
-            names = ("row_blocks", f"{own}_blocks", f"{own}_zeros")
-            mine = (scales[name] for name in names if name in scales)
-            sums.append(self._added_up(plain, a, right, *mine))
+        sums = [self._added_up(plain, *own.present()) for own in each]
         result = sums[0]
         if not call.epilogue.of_whole_sums.is_identity:
             result = dims.finish(call.epilogue, sums, given)
@@ -182,7 +154,8 @@ class _Share:
 
     def _without_padding(self, x: jax.Array, letters: str) -> jax.Array:
         """Puts zeros where the last parts of a contracted dimension reach beyond its end."""
-        sizes = mesh_axes.sizes_of(*self.whole[:3])
+        (left, _), (right, _), *_ = self.whole.signature
+        sizes = self.whole.contraction.sizes(left, right)
         for dimension, letter in enumerate(letters):
             axes, size = self.split.axes[letter], x.shape[dimension]
             if letter not in self.whole.contraction.contracted or not axes:

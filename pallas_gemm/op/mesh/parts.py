@@ -4,20 +4,21 @@ import contextlib
 import dataclasses
 import functools
 import hashlib
-from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
+from jax.experimental.custom_partitioning import custom_partitioning
 from jax.experimental.xla_metadata import set_xla_metadata
 from jax.extend import core
 from jax.interpreters import mlir
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 
 from pallas_gemm._version import __version__
 from pallas_gemm.call import Call, Signature
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.planning import plans
+from pallas_gemm.op.mesh import mesh_axes, mesh_context
+from pallas_gemm.planning import plans, targeting
 
 part_p = core.Primitive("pallas_gemm_part")
 """The product that one device computes; `lowering` says what becomes of it."""
@@ -98,61 +99,94 @@ def note(call: Call, signature: Signature, split: str, plan: plans.Plan | None =
         noted.found.append(Part(call, signature, split, plan, noted.whole))
 
 
+def handed_out(
+    run: Callable[..., Any], partition: Callable[..., Any], rule: str, **more: Any
+) -> Callable[..., Any]:
+    """Returns a function of which XLA hands out parts to the devices of a mesh.
+
+    Args:
+        run: The function.
+        partition: Says what one device computes: the answer to XLA's question. It is given the
+            devices, with axes of prime sizes, and the GPU that they are if it is not here. Shapes,
+            types and shardings of operands and results follow, as XLA would have them. It returns
+            the function of one device, how its results are split, and how its operands have to be.
+        rule: Says which dimensions of operands and results are split alike.
+        **more: More that XLA is to know of dimensions.
+    """
+
+    def asked(mesh: Mesh, args: Sequence[Any], results: Any) -> tuple[Any, ...]:
+        # Where only `jit` was told about a mesh, its devices are seen here for the first time.
+        fine = mesh_axes.refined(mesh, args[0].sharding, len(args[0].shape))
+        return fine, *partition(fine, targeting.absent_gpu(mesh), args, results)
+
+    shared = custom_partitioning(run)
+    # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
+    shared.def_partition(asked, sharding_rule=rule, decode_shardings=False, **more)
+    return shared
+
+
+def named(text: str) -> contextlib.AbstractContextManager[Any]:
+    """Lets a cache of compiled programs tell what is handed out apart, by a text.
+
+    All that the compiler sees of it is its name.
+    """
+    return set_xla_metadata(pallas_gemm=_digest(text))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(f"{text} {__version__}".encode()).hexdigest()
+
+
 def told_apart(
     by_xla: Callable[..., Any], call: Call, signature: Signature
 ) -> contextlib.AbstractContextManager[Any]:
-    """Lets a cache of compiled programs tell products apart whose results differ.
-
-    All that the compiler sees of a product is its name.
+    """Lets such a cache tell products apart whose results differ.
 
     Args:
         by_xla: Computes a call by XLA.
         call: The product.
         signature: Its operands.
     """
-    return set_xla_metadata(pallas_gemm=_fingerprint(by_xla, call, signature))
+    return named(_formula(by_xla, call, signature))
 
 
 @functools.lru_cache(maxsize=1024)
-def _fingerprint(by_xla: Callable[..., Any], call: Call, signature: Signature) -> str:
+def _formula(by_xla: Callable[..., Any], call: Call, signature: Signature) -> str:
+    """Returns all that the result depends on."""
     with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
         shapes = [jax.ShapeDtypeStruct(*operand) for operand in signature]
         formula = jax.make_jaxpr(functools.partial(by_xla, call))(*shapes)
     epilogue = dataclasses.replace(call.epilogue, activation=None)
-    how = (call.precision, call.options, epilogue, __version__)
-    return hashlib.sha256(f"{formula} {how}".encode()).hexdigest()
+    return f"{formula} {(call.precision, call.options, epilogue)}"
 
 
-class Share(Protocol):
-    """The part of a product that one device computes, from its parts of the operands.
+def share(
+    run: Callable[..., Any], types: Signature, whole: Shared | None = None
+) -> Callable[..., list[jax.Array]]:
+    """Returns what one device computes; its arrays are on no mesh, whatever types around it say.
 
-    Attributes:
-        whole: The product, if what it receives was weighed.
-        shape: The shape of the device's part of the result.
-        out_dtype: The type of the result.
+    Args:
+        run: Computes it from the device's parts of the operands.
+        types: Shapes and types of its parts of the results.
+        whole: The product that it is a part of, if what that receives was weighed.
     """
-
-    whole: Shared | None
-    shape: tuple[int, ...]
-    out_dtype: Any
-
-    def __call__(self, *operands: jax.Array) -> jax.Array:
-        """Computes it."""
-        ...
+    return functools.partial(_share_p.bind, run=run, types=types, whole=whole)
 
 
-share_p = core.Primitive("pallas_gemm_share")
-"""A `Share`; its arrays are on no mesh, whatever the types around it say."""
+_share_p = core.Primitive("pallas_gemm_share")
+_share_p.multiple_results = True
 
 
-@share_p.def_abstract_eval
-def _abstract_share(*_: Any, share: Share) -> Any:
-    return mesh_context.types_off_mesh((share.shape, share.out_dtype))[0]
+@_share_p.def_abstract_eval
+def _abstract_share(*_: Any, types: Signature, **__: Any) -> Any:
+    return mesh_context.types_off_mesh(*types)
 
 
-def _lowered_share(ctx: mlir.LoweringRuleContext, *operands: Any, share: Share) -> Any:
-    with _parts_of(share.whole):
-        return mesh_context.lower_share(ctx, share, operands)
+def _lowered_share(
+    ctx: mlir.LoweringRuleContext, *operands: Any, run: Any, whole: Shared | None, **_: Any
+) -> Any:
+    with _parts_of(whole):
+        return mesh_context.lower_share(ctx, run, operands)
 
 
-mlir.register_lowering(share_p, _lowered_share)
+mlir.register_lowering(_share_p, _lowered_share)

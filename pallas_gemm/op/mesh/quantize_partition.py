@@ -5,22 +5,18 @@ the devices' parts consist of whole blocks; another one is gathered.
 """
 
 import functools
-import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.experimental.custom_partitioning import custom_partitioning
-from jax.experimental.xla_metadata import set_xla_metadata
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_gemm._version import __version__
 from pallas_gemm.call import signature_of
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Quantization
 from pallas_gemm.op.mesh import mesh_axes
+from pallas_gemm.op.mesh.parts import handed_out, named
 from pallas_gemm.op.mesh.resharding import Axes
-from pallas_gemm.planning import targeting
 
 Part = Callable[..., Sequence[jax.Array]]
 """Quantizes what one device has, for a GPU or None: its argument `target`."""
@@ -38,15 +34,12 @@ def shared(
         x: The array.
         *tiles: Its tiles, where groups of rows are told apart. Then each device has all rows.
     """
-    run = custom_partitioning(functools.partial(part, target=target))
-    run.def_partition(
+    run = handed_out(
+        functools.partial(part, target=target),
         functools.partial(_partition, how, part, target),
         **_rule(how, x.shape, *(own.shape for own in tiles)),
-        # Dimensions may be split along a part of an axis, which no `NamedSharding` can say.
-        decode_shardings=False,
     )
-    name = f"{how} {signature_of((x, *tiles))} {__version__}"
-    with set_xla_metadata(pallas_gemm=hashlib.sha256(name.encode()).hexdigest()):
+    with named(f"{how} {signature_of((x, *tiles))}"):
         return list(run(x, *tiles))
 
 
@@ -104,41 +97,30 @@ def _rule(how: Quantization, shape: Sequence[int], *tiles: Sequence[int]) -> dic
         results.append((*lead, own.of_scales[number], cols.of_scales[number]))
     given = [" ".join((*lead, rows.whole, cols.whole)), *("n w" for _ in tiles)]
     text = f"{', '.join(given)} -> {', '.join(' '.join(own) for own in results)}"
-    return {"sharding_rule": text, **rows.sizes, **cols.sizes, **apart.sizes}
+    return {"rule": text, **rows.sizes, **cols.sizes, **apart.sizes}
 
 
 def _partition(
-    how: Quantization, part: Part, target: Any, mesh: Mesh, args: Sequence[Any], _: Any
+    how: Quantization, part: Part, target: Any, mesh: Mesh, gpu: Any, args: Sequence[Any], _: Any
 ) -> Any:
-    """Says what one device computes: the answer to XLA's question, as in `partition`."""
+    """Says what one device computes; see `handed_out`."""
     x, *tiles = args
     ndim = len(x.shape)
-    fine = mesh_axes.refined(mesh, x.sharding, ndim)
-    wanted = mesh_axes.placement(x.sharding, ndim, fine)
+    wanted = mesh_axes.placement(x.sharding, ndim, mesh)
     # The parts of devices have to consist of whole blocks.
     whole = (math.lcm(*own) for own in zip(*(way.lying for way in how.ways), strict=True))
     steps = [*(1,) * (ndim - 2), *whole]
-    *lead, rows, cols = map(functools.partial(_kept, fine), wanted, x.shape, steps)
+    *lead, rows, cols = map(functools.partial(mesh_axes.dividing, mesh), wanted, x.shape, steps)
     if tiles:
         rows = ()
 
     def sharding(*last: Axes) -> NamedSharding:
-        return NamedSharding(fine, PartitionSpec(*(axes or None for axes in (*lead, *last))))
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in (*lead, *last))))
 
     results = []
     for way in how.ways:
         values = sharding(cols, rows) if way.axis == ACROSS else sharding(rows, cols)
         results += [values, sharding(rows, cols)]
-    run = functools.partial(part, target=target or targeting.absent_gpu(mesh))
-    whole_tiles = [NamedSharding(fine, PartitionSpec()) for _ in tiles]
-    return fine, run, results, (sharding(rows, cols), *whole_tiles)
-
-
-def _kept(mesh: Mesh, axes: Axes, size: int, step: int) -> Axes:
-    """Returns the axes that go on splitting a dimension, into parts of whole blocks."""
-    found: Axes = ()
-    for axis in axes:
-        parts = math.prod(mesh.shape[own] for own in (*found, axis))
-        if size % (parts * step) == 0:
-            found += (axis,)
-    return found
+    whole_tiles = [NamedSharding(mesh, PartitionSpec()) for _ in tiles]
+    run = functools.partial(part, target=target or gpu)
+    return run, results, (sharding(rows, cols), *whole_tiles)

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from pallas_gemm.call import Call, Signature
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import resharding
-from pallas_gemm.op.mesh.mesh_axes import Split, sizes_of, sums_dtype
+from pallas_gemm.op.mesh.mesh_axes import Split, sums_dtype
 from pallas_gemm.op.mesh.resharding import Axes, Placement
 
 
@@ -77,7 +77,7 @@ class _Plans:
         self.call, self.contraction, self.signature = call, contraction, signature
         self.mesh, self.wanted = mesh, wanted
         self.letters = contraction.of_operands(call)
-        self.sizes = sizes_of(call, contraction, signature)
+        self.sizes = contraction.sizes(signature[0][0], signature[1][0])
         elements = math.prod(self.sizes[x] for x in contraction.out)
         count = 1 + call.epilogue.gated
         self.flops = 2 * count * math.prod(self.sizes.values())

@@ -7,7 +7,6 @@ Where blocks of the factors have scales, both factors are scaled in float32 and 
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,8 +22,6 @@ from pallas_gemm.problem import VALUES, Epilogue
 
 TF32_BITS = 10
 """Bits that a number of TF32 has after its first one."""
-Scaled = Callable[[jax.Array], jax.Array]
-"""Scales the blocks of a factor."""
 
 
 def product(call: Call, *operands: jax.Array) -> jax.Array:
@@ -100,25 +97,19 @@ def widened(given: Operands) -> Operands:
 def without_blocks[C: Call](call: C, given: Operands) -> tuple[C, Operands]:
     """Returns the call for factors whose blocks are scaled, and its operands: matrices."""
 
-    def whole(value: jax.Array | None, transposed: bool, x: jax.Array) -> jax.Array | None:
-        if value is None:
-            return None
-        value = jnp.swapaxes(value, -1, -2) if transposed else value
+    def spread(name: str, value: jax.Array, x: jax.Array) -> jax.Array:
+        if call.transpose_a if name == "row_blocks" else call.transpose_b:
+            value = jnp.swapaxes(value, -1, -2)
         for axis in (-2, -1):
             value = jnp.repeat(value, x.shape[axis] // value.shape[axis], axis)
         return lax.expand_dims(value, range(x.ndim - value.ndim)).astype(x.dtype)
 
-    def scaled(factor: str, transposed: bool, x: jax.Array) -> jax.Array:
-        zeros = whole(getattr(given, f"{factor}_zeros", None), transposed, x)
-        scale = whole(getattr(given, f"{factor}_blocks"), transposed, x)
-        x = x if zeros is None else x - zeros
-        return x if scale is None else x * scale
-
-    each = (("row", call.transpose_a), ("col", call.transpose_b), ("up", call.transpose_b))
-    return scaled_factors(call, given, *(functools.partial(scaled, *own) for own in each))
+    return scaled_factors(call, given, spread)
 
 
-def scaled_factors[C: Call](call: C, given: Operands, *scaled: Scaled) -> tuple[C, Operands]:
+def scaled_factors[C: Call](
+    call: C, given: Operands, spread: Callable[[str, jax.Array, jax.Array], jax.Array]
+) -> tuple[C, Operands]:
     """Returns the call for factors that are scaled, and its operands.
 
     For a result of 16 bits they are rounded to TF32, which it hardly shows, and which tensor cores
@@ -128,7 +119,7 @@ def scaled_factors[C: Call](call: C, given: Operands, *scaled: Scaled) -> tuple[
     Args:
         call: A product with blocks of scales.
         given: Its operands.
-        *scaled: Functions that scale the left operand, and each right one, in a wide type.
+        spread: Gives values of blocks, by their name, the shape and the type of their factor.
     """
     wide = wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype, blocks=True)
     epilogue, precision = call.epilogue.of_whole_sums, call.precision
@@ -138,14 +129,19 @@ def scaled_factors[C: Call](call: C, given: Operands, *scaled: Scaled) -> tuple[
     weights_alone = given.row_blocks is None and given.a.dtype in FLOATS_16
     weights_alone = weights_alone and is_widened(given.a.dtype, given.b.dtype)
 
-    def ready(x: jax.Array, scale: Scaled) -> jax.Array:
+    def ready(x: jax.Array, of: str) -> jax.Array:
+        if weights_alone and of == "row":
+            return x
+        whole, names = x.astype(wide), (f"{of}_zeros", f"{of}_blocks")
+        zeros, scale = (getattr(given, name, None) for name in names)
+        whole = whole if zeros is None else whole - spread(names[0], zeros, whole)
+        whole = whole if scale is None else whole * spread(names[1], scale, whole)
         if weights_alone:
-            return x if x is given.a else scale(x.astype(wide)).astype(given.a.dtype)
-        whole = scale(x.astype(wide))
+            return whole.astype(given.a.dtype)
         return lax.reduce_precision(whole, 8, TF32_BITS) if coarse else whole
 
-    pairs = zip(given[:3], scaled, strict=True)
-    factors = [x if x is None else ready(x, scale) for x, scale in pairs]
+    pairs = zip(given[:3], ("row", "col", "up"), strict=True)
+    factors = [x if x is None else ready(x, of) for x, of in pairs]
     extras = {name: getattr(given, name) for name in epilogue.operands}
     if not (coarse or weights_alone):
         precision = (lax.Precision.HIGHEST,) * 2

@@ -78,16 +78,18 @@ def as_matrices(
 ) -> tuple[GroupedCall, tuple[jax.Array, ...]]:
     """Returns a call of factors that stand for themselves, and its operands.
 
-    Blocks of factors are scaled, and weights of few bits get the type of the rows.
+    Blocks of factors are scaled, and weights of few bits get the type of the rows. The contracted
+    elements of groups come first.
     """
     given, sizes = call.unpack(operands), call.sizes(operands)
     if call.epilogue.blocks:
         call, given = xla.without_blocks(call, given)
     elif not call.contracted:
         given = xla.widened(given)
-    call, *pair = _contracted_first(call, given.a, given.b)
-    factors = (*pair, *([] if given.up is None else [given.up]))
-    return call, (*factors, sizes, *(getattr(given, name) for name in call.epilogue.operands))
+    if call.contracted and call.transpose_b:
+        call = dataclasses.replace(call, transpose_b=False)
+        given = given._replace(a=given.a.T, b=given.b.T)
+    return call, call.packed(given, sizes)
 
 
 def applied(
@@ -167,7 +169,6 @@ def _taken_change(primals: Any, tangents: Any) -> tuple[jax.Array, jax.Array]:
 
 
 def _by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    call, a, b = _contracted_first(call, a, b)
     rows = a.shape[1 if call.contracted else 0]
     columns = b.shape[-2 if call.transpose_b else -1]
     return ragged_dot_general(
@@ -177,17 +178,7 @@ def _by_jax(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> 
     )
 
 
-def _contracted_first(
-    call: GroupedCall, a: jax.Array, b: jax.Array
-) -> tuple[GroupedCall, jax.Array, jax.Array]:
-    """Returns a product whose operands have what is contracted first, if its groups are of that."""
-    if not (call.contracted and call.transpose_b):
-        return call, a, b
-    return dataclasses.replace(call, transpose_b=False), a.T, b.T
-
-
 def _by_tiles(call: GroupedCall, a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
-    call, a, b = _contracted_first(call, a, b)
     if any(is_symbolic_dim(size) for size in (*a.shape, *b.shape)):
         return _by_jax(call, a, b, sizes)
     problem = call.problem(((a.shape, a.dtype), (b.shape, b.dtype), (sizes.shape, sizes.dtype)))

@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -18,6 +17,7 @@ from pallas_gemm.kernels.hopper.cta import (
     Barriers,
     Cta,
     Smem,
+    first_of,
     part_of_tile,
     store_scratch,
     views,
@@ -25,7 +25,7 @@ from pallas_gemm.kernels.hopper.cta import (
 from pallas_gemm.kernels.hopper.dense import store
 from pallas_gemm.kernels.hopper.devices import remote
 from pallas_gemm.kernels.hopper.plan import HopperPlan
-from pallas_gemm.kernels.traced import Scalar, Values
+from pallas_gemm.kernels.traced import Scalar, Values, divided
 
 
 def hand_over(cta: Cta, me: Scalar, piece: work.Piece, total: Values) -> None:
@@ -33,7 +33,7 @@ def hand_over(cta: Cta, me: Scalar, piece: work.Piece, total: Values) -> None:
     plan = cta.plan
     tile = joining.tile_of(plan, piece)
     rank = lax.axis_index(CLUSTER[0]) * plan.config.cluster[1] + lax.axis_index(CLUSTER[1])
-    corner = _corner(plan, me)
+    corner = first_of(plan, me)
     joining.Summands(plan, cta.summands, (tile, rank), corner, plgpu.Layout.WGMMA).leave(
         piece, total
     )
@@ -52,16 +52,17 @@ def summand(plan: HopperPlan, piece: work.Piece) -> Any:
 def kernel(plan: HopperPlan) -> Callable[[launch.Inputs], Any]:
     """Returns the kernel that joins what the kernel of a plan has handed over."""
     buffers, residual = store_scratch(plan)
-    second = joining.Second(
+    return joining.kernel(
+        plan,
+        functools.partial(_body, plan),
         name="pallas_gemm_hopper_join",
         chunks=math.prod(_counts(plan)),
         warpgroups=plan.config.consumers,
         axes=CLUSTER,
-        results=tuple(jax.ShapeDtypeStruct(plan.out_shape, x) for x in plan.problem.result_dtypes),
+        results=launch.results(plan.problem, plan.out_shape),
         scratch=(buffers, Barriers(residual=residual)),
         approx_math=plan.approx_math,
     )
-    return joining.kernel(plan, second, functools.partial(_body, plan))
 
 
 def _body(
@@ -75,17 +76,15 @@ def _body(
     cta = Cta(plan, gmem, out, (), remote.Rows(), slots, barriers, gmem.summands)
     chunks, consumers, cluster_size, _ = _counts(plan)
     number = lax.axis_index(launch.WORKER) * plan.config.consumers + me
-    rest, number = joining.divided(number, chunks)
-    rest, consumer = joining.divided(rest, consumers)
-    tile, rank = joining.divided(rest, cluster_size)
-    at, corner = _place(cta, tile, rank, consumer), _corner(plan, consumer)
+    rest, number = divided(number, chunks)
+    rest, consumer = divided(rest, consumers)
+    tile, rank = divided(rest, cluster_size)
+    at, corner = _place(cta, tile, rank, consumer), first_of(plan, consumer)
 
     def join_one_of(alike: range) -> None:
         # One part of the program is for all of them: the first one, moved to where it is.
         first = plan.chunks[alike.start]
-        across, down = joining.divided(
-            number - alike.start, plan.consumer_out_tile[0] // first.rows
-        )
+        across, down = divided(number - alike.start, plan.consumer_out_tile[0] // first.rows)
         down, across = down * first.rows, across * first.cols
         here = at._replace(row=at.row + down, col=at.col + across)
         part = corner[0] + down, corner[1] + across
@@ -122,12 +121,6 @@ def _place(cta: Cta, tile: Any, rank: Scalar, consumer: Scalar) -> place.Where:
     plan = cta.plan
     at = joining.locate(plan, cta.gmem.order, tile)
     rows, columns = plan.config.out_tile(plan.problem)
-    down, along = joining.divided(rank, plan.config.cluster[1])
+    down, along = divided(rank, plan.config.cluster[1])
     at = at._replace(row=at.row + down * rows, col=at.col + along * columns)
     return part_of_tile(plan, at, consumer)
-
-
-def _corner(plan: HopperPlan, consumer: Scalar) -> tuple[Any, Any]:
-    """Row and column of a consumer's part of a CTA's sums."""
-    rows, cols = plan.config.consumer_tile
-    return (consumer * rows, 0) if plan.config.split_rows else (0, consumer * cols)

@@ -17,7 +17,7 @@ from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.cta import Cta, first_of
 from pallas_gemm.kernels.hopper.dense.late_store import Stores
-from pallas_gemm.kernels.traced import Scalar, Values
+from pallas_gemm.kernels.traced import Scalar, Values, divided
 
 Mask = Callable[[Any, Any], None]
 """`mask(slot, k)`: zeroes what a slot has for step k that must not be multiplied."""
@@ -77,7 +77,7 @@ def add_up(
         return add_up_whole(cta, me, steps, stores, before)
     count = jnp.int32(plan.k_steps if steps.count is None else steps.count)
     # As `schedules.split_k` cuts tiles, so that either way makes the same sums.
-    least, longer = lax.div(count, jnp.int32(parts)), lax.rem(count, jnp.int32(parts))
+    least, longer = divided(count, parts)
     if apart is not None:
         least, longer = map(jnp.int32, divmod(plan.k_steps, plan.config.split_k * parts))
         longer = longer - apart.first

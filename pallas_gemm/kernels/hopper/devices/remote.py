@@ -24,7 +24,7 @@ from pallas_gemm.kernels.exchange import on_device
 from pallas_gemm.kernels.hopper.devices import send_rows
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import fences
-from pallas_gemm.kernels.traced import Scalar
+from pallas_gemm.kernels.traced import Scalar, divided
 
 
 class Results(NamedTuple):
@@ -90,8 +90,8 @@ class _Exchanged(Rows):
 
     def split(self, row: Scalar) -> tuple[Any, Any]:
         """The row of cluster tiles among those of its share, and its share."""
-        share = lax.div(row, jnp.int32(self.tiles))
-        return lax.rem(row, jnp.int32(self.tiles)), share
+        share, row = divided(row, self.tiles)
+        return row, share
 
 
 class Gathered(_Exchanged):
@@ -163,7 +163,7 @@ def results(plan: HopperPlan) -> Results:
         return Results(summands=joining.summands(plan))
     if plan.window.writes:
         return Results((), plan.left_of_tiles)
-    out = tuple(jax.ShapeDtypeStruct(plan.out_shape, own) for own in plan.problem.result_dtypes)
+    out = launch.results(plan.problem, plan.out_shape)
     if plan.relay:
         sums = jax.ShapeDtypeStruct(plan.summands_shape, plan.problem.accumulator_dtype)
         return Results(out, summands=sums)

@@ -19,7 +19,7 @@ from pallas_gemm.kernels.hopper.cta import CLUSTER, Cta
 from pallas_gemm.kernels.hopper.groups import group_walk
 from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.smem import ATOM_ROWS
-from pallas_gemm.kernels.traced import Ref, Scalar
+from pallas_gemm.kernels.traced import Ref, Scalar, divided
 
 
 class Place(NamedTuple):
@@ -81,7 +81,7 @@ def zero_the_rest(cta: Cta, me: Scalar) -> None:
         @pl.loop(0, mine)
         def _each(i: Any) -> None:
             block = consumer + i * consumers
-            row, col = lax.div(block, jnp.int32(across)), lax.rem(block, jnp.int32(across))
+            row, col = divided(block, across)
             here = pl.ds(end + row * height, height), pl.ds(col * width, width)
             for slot, out in zip(slots, cta.out, strict=True):
                 plgpu.copy_smem_to_gmem(slot.box, out.at[here])

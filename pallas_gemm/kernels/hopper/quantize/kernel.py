@@ -34,7 +34,7 @@ from pallas_gemm.kernels.hopper.plan import Chunk
 from pallas_gemm.kernels.hopper.quantize.plan import TILE, QuantizePlan, is_square
 from pallas_gemm.kernels.ptx import arrays
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Scales, Way, scales_of, values_of
-from pallas_gemm.kernels.traced import Ref, Scalar, Values
+from pallas_gemm.kernels.traced import Ref, Scalar, Values, divided
 
 HALF = 64
 """Rows and columns of what a warpgroup holds in registers at a time, side by side."""
@@ -78,15 +78,11 @@ class Given(NamedTuple):
 def tile_at(plan: QuantizePlan, index: Scalar) -> Tile:
     """The tile of a number: bands of rows, walked column by column."""
     rows, cols = plan.grid
-    batch, index = _divided(index, rows * cols)
-    band, within = _divided(index, plan.band * cols)
+    batch, index = divided(index, rows * cols)
+    band, within = divided(index, plan.band * cols)
     height = lax.min(jnp.int32(plan.band), jnp.int32(rows) - band * plan.band)
     col, row = lax.div(within, height), lax.rem(within, height)
     return Tile(batch, band * plan.band + row, col)
-
-
-def _divided(x: Scalar, by: int) -> tuple[Scalar, Scalar]:
-    return lax.div(x, jnp.int32(by)), lax.rem(x, jnp.int32(by))
 
 
 class Smem(NamedTuple):
@@ -280,10 +276,12 @@ def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_quantize",
-        grid=launch.Grid(plan.workers, {"cta": 1}, 1),
+        workers=plan.workers,
+        cluster={"cta": 1},
+        warpgroups=1,
         results=(plan.values, plan.scales),
         scratch=scratch(plan),
-        operations=launch.Operations(math.prod(plan.shape) * 2 * len(plan.how.ways)),
+        flops=math.prod(plan.shape) * 2 * len(plan.how.ways),
         interpret=plan.interpret,
     )
 

@@ -260,9 +260,10 @@ def _multiply(cta: Cta, me: Scalar, part: Scalar, before: Scalar) -> None:
     total = arrays.fenced(plan, total, LAYOUT)
     total = total * float(form.part) if form.part > 1 else total
     if not form.scales_sums:
-        # A piece of a tile may have fewer steps than there are parts.
         free = functools.partial(plgpu.barrier_arrive, cta.barriers.empty.at[last])
-        pl.when(count > 0)(free) if plan.has_pieces else free()
+        # A piece of a tile may have fewer steps than there are parts.
+        has_pieces = plan.has_several_tiles and (config.shares_all or config.ctas_along_k > 1)
+        pl.when(count > 0)(free) if has_pieces else free()
     finish.join_and_store(cta, me, part, before, total)
 
 
@@ -306,7 +307,7 @@ def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
 def _slots(plan: WidenedPlan) -> Slots:
     """The buffers of a CTA."""
     config, form, stages = plan.config, plan.form, plan.config.stages
-    ring = smem.ATOM_BYTES
+    sums = plan.in_blocks(form.rows, form.cols)
     boxes = [
         (config.consumers, config.store_slots * (config.store_columns // width), width, WGMMA_ROWS)
         for width in finish.widths(plan)
@@ -321,13 +322,15 @@ def _slots(plan: WidenedPlan) -> Slots:
         x=plgpu.SMEM(
             (stages, plan.x_panels, form.cols, PANEL),
             form.to,
-            transforms=(plgpu.SwizzleTransform(ring),),
+            transforms=(plgpu.SwizzleTransform(smem.ATOM_BYTES),),
         ),
         scales=plgpu.SMEM((stages, plan.scales_of_step, form.all_rows), plan.scales)
         if form.group
         else None,
         zeros=_slots_of_zeros(plan) if plan.has_zeros else None,
-        joined=plgpu.SMEM(plan.joined_shape, jnp.float32) if config.along_k > 1 else None,
+        joined=plgpu.SMEM((config.along_k - 1, config.consumers, *sums), jnp.float32)
+        if config.along_k > 1
+        else None,
         apart=plgpu.SMEM(finish.apart_shape(plan), jnp.float32)
         if config.ctas_along_k > 1
         else None,
@@ -415,16 +418,13 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
         kernel = launch.kernel(
             functools.partial(_body, own),
             name="pallas_gemm_widened",
-            grid=launch.Grid(
-                plan.workers, {walk.ALONG_K: plan.config.ctas_along_k}, plan.config.warpgroups + 1
-            ),
-            results=tuple(
-                jax.ShapeDtypeStruct(plan.problem.out_shape, dtype)
-                for dtype in plan.problem.result_dtypes
-            )
-            + left,
+            workers=plan.workers,
+            cluster={walk.ALONG_K: plan.config.ctas_along_k},
+            warpgroups=plan.config.warpgroups + 1,
+            results=launch.results(plan.problem, plan.problem.out_shape) + left,
             scratch=(_slots(own), _barriers(own)),
-            operations=launch.Operations(plan.problem.flops, launch.transcendentals(plan.problem)),
+            flops=plan.problem.flops,
+            transcendentals=launch.transcendentals(plan.problem),
             interpret=plan.interpret,
             approx_math=plan.approx_math,
         )

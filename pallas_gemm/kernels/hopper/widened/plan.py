@@ -9,11 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_gemm.kernels.element_types import BITS
-from pallas_gemm.kernels.functions import words
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.plan import BLOCK, KernelPlan
+from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.ptx.form import Form
 
 WIDEST_COPY = 256
@@ -132,12 +131,6 @@ class WidenedPlan(KernelPlan):
         return [(part, own) for own in groups for part in parts] if self.scales_of_step else []
 
     @property
-    def has_pieces(self) -> bool:
-        """Whether a CTA may take some steps of a tile, and others of the next."""
-        shares = self.config.shares_all or self.config.ctas_along_k > 1
-        return shares and self.has_several_tiles
-
-    @property
     def left_sums(self) -> tuple[jax.ShapeDtypeStruct, ...]:
         """The array in which CTAs leave sums for others, of each consumer its own, if they do."""
         config = self.config
@@ -153,15 +146,3 @@ class WidenedPlan(KernelPlan):
     def tops(self) -> int:
         """How many times 64 columns of the result a consumer has."""
         return self.form.rows // self.problem.sums // WGMMA_ROWS
-
-    @property
-    def joined_shape(self) -> tuple[int, ...]:
-        """The shape of the sums that warpgroups hand over: on a GPU in blocks."""
-        rows, cols = self.form.rows, self.form.cols
-        own = (rows, cols) if self.simulated else (rows // BLOCK, cols // BLOCK, BLOCK, BLOCK)
-        return max(1, self.config.along_k - 1), self.config.consumers, *own
-
-    @property
-    def approx_math(self) -> bool:
-        """Whether exp and tanh may be instructions, which err by less than rounding to 16 bits."""
-        return words.program(self.problem).is_coarse

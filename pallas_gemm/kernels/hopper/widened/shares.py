@@ -15,12 +15,12 @@ global memory, and say so by a flag.
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-Scalar = Any
+from pallas_gemm.kernels.traced import Scalar
 
 
 class Piece(NamedTuple):

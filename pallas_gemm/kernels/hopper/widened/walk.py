@@ -21,7 +21,7 @@ from pallas_gemm.kernels import launch
 from pallas_gemm.kernels.hopper.widened import shares
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from pallas_gemm.kernels.ptx.find_group import BEYOND, At, Groups, find
-from pallas_gemm.kernels.traced import Scalar
+from pallas_gemm.kernels.traced import Scalar, divided
 
 ALONG_K = "along_k"
 """The axis of a cluster."""
@@ -128,10 +128,10 @@ def _of_products(plan: WidenedPlan, number: Scalar) -> Tile:
     """A tile of a product, or of a batch of them."""
     down, across = plan.config.grid(plan.problem)
     height, width = plan.config.out_tile(plan.problem)
-    row, col = lax.div(number, jnp.int32(across)), lax.rem(number, jnp.int32(across))
+    row, col = divided(number, across)
     if plan.problem.batch == 1:
         return Tile(row * height, col * width)
-    product, row = lax.div(row, jnp.int32(down)), lax.rem(row, jnp.int32(down))
+    product, row = divided(row, down)
     return Tile(row * height, col * width, product)
 
 

@@ -69,10 +69,11 @@ def of(
     run = launch.kernel(
         body,
         name="told",
-        grid=launch.Grid(workers, {}, consumers + 1),
+        workers=workers,
+        cluster={},
+        warpgroups=consumers + 1,
         results=tuple(jax.ShapeDtypeStruct(s, jnp.int32) for s in (shape, (*shape[:2], 2))),
         scratch=(buffers.told, *needed.values()),
-        operations=launch.Operations(),
         interpret=plan.interpret,
     )
     compiled = jax.jit(lambda sizes: run(launch.Inputs((), (), table.operand(plan, sizes))))
