@@ -49,21 +49,24 @@ def pairs(
     )
     there, numbered = np.unique(meetings, return_inverse=True)
     numbered = numbered.reshape(meetings.shape)
-    tries = [_chosen(numbered, len(there), rng) for _ in range(TRIES)]
+    by_meeting = np.argsort(numbered, axis=None, kind="stable") // numbered.shape[1]
+    counts = np.bincount(numbered.ravel(), minlength=len(there))
+    holders = np.split(by_meeting, np.cumsum(counts)[:-1])
+    tries = [_chosen(numbered, holders, rng) for _ in range(TRIES)]
     return [cases[number] for number in min(tries, key=len)]
 
 
-def _chosen(meetings: np.ndarray, count: int, rng: np.random.Generator) -> list[int]:
-    """Returns cases that hold each of `count` meetings.
+def _chosen(
+    meetings: np.ndarray, holders: Sequence[np.ndarray], rng: np.random.Generator
+) -> list[int]:
+    """Returns cases that hold each meeting.
 
     Args:
         meetings: The numbers of the meetings in each case.
-        count: How many there are.
+        holders: The cases that hold each meeting.
         rng: Chooses among equally good cases.
     """
-    by_meeting = np.argsort(meetings, axis=None) // meetings.shape[1]
-    holders = np.split(by_meeting, np.cumsum(np.bincount(meetings.ravel(), minlength=count))[:-1])
-    is_new = np.ones(count, bool)
+    is_new = np.ones(len(holders), bool)
     news = np.full(len(meetings), meetings.shape[1])
     chosen: list[int] = []
     while is_new.any():
