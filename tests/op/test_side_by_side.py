@@ -215,6 +215,7 @@ def test_the_kernel_is_that_of_two_arrays() -> None:
     assert reports[0].registers == reports[1].registers
 
 
+@pytest.mark.usefixtures("empty_kernels")
 def test_nothing_is_cut_where_the_kernel_reads_the_halves() -> None:
     own, operands = case("contracted", Options(implementation="hopper", target=H200))
 

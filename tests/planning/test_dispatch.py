@@ -242,6 +242,7 @@ def test_no_other_order_is_thought_about_where_one_is_named(
     assert (plan.config.schedule, plan.config.tile) == ("hilbert", (128, 256))
 
 
+@pytest.mark.usefixtures("empty_kernels")
 @pytest.mark.parametrize(
     "named",
     [{}, {"implementation": "hopper"}, {"schedule": "hilbert"}, {"config": HopperConfig()}],

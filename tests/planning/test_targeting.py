@@ -79,6 +79,7 @@ def test_a_function_that_was_traced_before_is_traced_anew_for_a_target() -> None
     assert kinds() == [None]
 
 
+@pytest.mark.usefixtures("empty_kernels")
 @pytest.mark.usefixtures("proven")
 @needs_compiler
 @pytest.mark.parametrize("name", ["h100", "h200", "b200"])

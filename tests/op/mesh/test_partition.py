@@ -518,6 +518,7 @@ def test_inside_shard_map(mesh: Mesh, axes: set[str], checked: bool) -> None:
     _assert_same(ours[0], stock[0])
 
 
+@pytest.mark.usefixtures("empty_kernels")
 @pytest.mark.parametrize(
     ("shape", "axes", "is_there"),
     [((4, 2), {"x", "y"}, True), ((4, 2), {"x"}, False), ((1, 1), {"x"}, True)],
