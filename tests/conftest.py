@@ -52,7 +52,8 @@ EARLY_ON_A_GPU = {"test_contract.py"}
 """Likewise where tests run on a GPU: drawn products are compiled one after the other there."""
 
 PLACELESS = {
-    *("kernels", "op", "planning", "proving", "tuning"),
+    *("equinox", "examples", "flax", "kernels", "op", "optax", "planning", "proving"),
+    *("rewriting", "tuning"),
     *("few_bits", "test_blocks.py", "test_contract.py", "test_few_bits.py", "test_loss.py"),
     *("test_pairs.py", "test_pieces.py", "test_projections.py", "test_quantize.py"),
 }
