@@ -11,9 +11,12 @@ import numpy as np
 import pytest
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.mlir import ir
+from jax.interpreters import mlir
 
 from pallas_gemm import gated_gemm, gemm, grouped_gemm, target
 from pallas_gemm.device import H200
+from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
@@ -23,6 +26,7 @@ from pallas_gemm.problem import Problem
 
 F32, TF32 = np.dtype(np.float32), "TF32_TF32_F32"
 SIMULATOR = plgpu.InterpretGPUParams(detect_races=True)
+SMALL = HopperConfig(tile=(64, 64), stages=2, consumers=1, store_columns=32, late_store=False)
 NAMED = {"transpose_b": True, "implementation": "hopper"}
 MATRIX, RIGHT = (512, 96), (256, 96)
 Product = Callable[..., jax.Array]
@@ -111,11 +115,44 @@ def test_a_kernel_without_maps_of_its_factors_is_refused(
     assert not changed
 
 
+def test_the_program_sets_one_bit_of_a_map_and_keeps_the_others() -> None:
+    with mlir.make_ir_context() as context, ir.Location.unknown():
+        context.load_all_available_dialects()
+        context.allow_unregistered_dialects = True
+        module = ir.Module.create()
+        with ir.InsertionPoint(module.body):
+            maps = ir.Operation.create("test.maps", [ir.Type.parse("!llvm.ptr")]).result
+            tf32._set_bit(maps, 256)
+        operations = [str(own).split(" : ")[0] for own in module.body]
+    place, loaded, one, both, stored = operations[-5:]
+    assert place.endswith(f"llvm.getelementptr %0[{256 // 4 + 2}]")
+    assert one.endswith(f"constant {1 << 16}")
+    names = [own.split(" = ")[0] for own in (place, loaded, one, both)]
+    assert loaded.endswith(f"llvm.load {names[0]}")
+    assert both.endswith(f"llvm.or {names[1]}, {names[2]}")
+    assert stored == f"llvm.store {names[3]}, {names[0]}"
+
+
+@pytest.mark.parametrize(
+    ("changes", "rounds"),
+    [
+        ({}, True),
+        ({"interpret": SIMULATOR}, False),
+        ({"exchange": Exchange((("x", 2),), ("x",), gathers=True)}, False),
+    ],
+    ids=["alone", "simulated", "on two devices"],
+)
+def test_where_tma_rounds(changes: dict[str, Any], rounds: bool) -> None:
+    for dtype in (F32, np.dtype(jnp.bfloat16)):
+        problem = Problem(512, 256, 128, dtype, dtype, dtype, transpose_b=True)
+        plan = HopperPlan(problem, SMALL, H200, **changes)
+        assert plan.rounds_loads == (rounds and dtype == F32)
+
+
 def test_a_simulated_kernel_rounds() -> None:
     rng = np.random.default_rng(0)
     problem = Problem(72, 40, 96, F32, F32, F32, transpose_b=True)
-    config = HopperConfig(tile=(64, 64), stages=2, consumers=1, store_columns=32, late_store=False)
-    kernel = jax.jit(hopper.build(HopperPlan(problem, config, H200, interpret=SIMULATOR)))
+    kernel = jax.jit(hopper.build(HopperPlan(problem, SMALL, H200, interpret=SIMULATOR)))
     shapes = problem.a_shape, problem.b_shape
     a, b = (jnp.asarray(rng.normal(size=shape), F32) for shape in shapes)
     assert jnp.array_equal(kernel(a, b), kernel(rounded(a), rounded(b)))
