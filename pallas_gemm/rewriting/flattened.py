@@ -14,6 +14,7 @@ from typing import Any
 from jax.extend import core
 
 from pallas_gemm.rewriting.inlining import needed
+from pallas_gemm.rewriting.level import variables
 
 PRODUCT, RESHAPE = "dot_general", "reshape"
 
@@ -40,9 +41,9 @@ class _Rows:
         self._makers: dict[Any, Any] = {x: e for e in equations for x in e.outvars}
         self._readers: dict[Any, list[Any]] = {}
         for equation in equations:
-            for x in _variables(equation.invars):
+            for x in variables(equation):
                 self._readers.setdefault(x, []).append(equation)
-        self._results = set(_variables(jaxpr.outvars))
+        self._results = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
         self._gone: set[int] = set()
 
     def changed(self, equation: Any) -> Iterator[Any]:
@@ -132,7 +133,3 @@ def _is_split(equation: Any) -> bool:
     return any(x.aval.sharding.mesh.size > 1 for x in every) or (
         equation.params["out_sharding"] is not None
     )
-
-
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
-    return (x for x in atoms if isinstance(x, core.Var))

@@ -19,11 +19,8 @@ from jax.extend import core
 from pallas_gemm.kernels.functions.split import ELEMENTWISE
 from pallas_gemm.rewriting.level import renamed, variables
 
-CLIP = lax.GatherScatterMode.CLIP
-MODES = (
-    *(lax.GatherScatterMode.FILL_OR_DROP, lax.GatherScatterMode.PROMISE_IN_BOUNDS),
-    CLIP,
-)
+MODE = lax.GatherScatterMode
+MODES = MODE.FILL_OR_DROP, MODE.PROMISE_IN_BOUNDS, MODE.CLIP
 """A number whose place is beyond the row is dropped, or there is none, or it is at the end."""
 SAME = frozenset(("convert_element_type", "stop_gradient", "copy"))
 """Operations after which whole numbers are the same ones."""
@@ -60,8 +57,8 @@ def chosen(jaxpr: core.Jaxpr, equations: Sequence[Any]) -> Sequence[Any]:
     changed: list[Any] = []
     for equation in equations:
         own = added.get(equation.outvars[0]) if equation.outvars else None
-        is_chosen = own is not None and equation.outvars[0] not in kept
-        changed += _choice(own) if is_chosen and own is not None else (equation,)
+        is_left = own is None or equation.outvars[0] in kept
+        changed += (equation,) if is_left else _choice(own)
     return changed
 
 
@@ -143,7 +140,7 @@ def _is_below_zero(asked: Any, x: Any) -> bool:
 def _choice(own: _Numbers) -> tuple[Any, ...]:
     """Returns the equations of the choice."""
     zeros, _, numbers = own.equation.invars
-    is_clipped = own.equation.params["mode"] == CLIP
+    is_clipped = own.equation.params["mode"] == MODE.CLIP
 
     def choose(zeros: Any, places: Any, numbers: Any) -> Any:
         shape, axes = zeros.shape, tuple(range(zeros.ndim - 1))

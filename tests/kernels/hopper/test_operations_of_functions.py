@@ -96,20 +96,26 @@ CASES = [
 ]
 
 
+def lowered_and_simulated(function: Any, a: Any, b: Any, operand: Any) -> Any:
+    """Checks that a kernel with a function is lowered, and returns its result."""
+
+    def product(a: Any, b: Any, operand: Any, implementation: str) -> Any:
+        how: Any = {"config": CONFIG, "implementation": implementation, "transpose_b": True}
+        return gemm(a, b, epilogue=function, operands=(operand,), **how)
+
+    with target("h200"):
+        traced = jax.jit(product, static_argnums=3).trace(a, b, operand, "hopper")
+        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    return product(a, b, operand, "interpret")
+
+
 @pytest.mark.parametrize(("function", "shape", "dtype"), CASES)
 def test_they_are_lowered_and_exact(function: Any, shape: str, dtype: Any) -> None:
     rng = np.random.default_rng(7)
     a, b = (jnp.asarray(rng.integers(-2, 3, size), BF16) for size in ((M, K), (N, K)))
     u = jnp.asarray(rng.integers(-2, 4, SHAPES[shape]), dtype)
 
-    def product(a: Any, b: Any, u: Any, implementation: str) -> Any:
-        how: Any = {"config": CONFIG, "implementation": implementation, "transpose_b": True}
-        return gemm(a, b, epilogue=function, operands=(u,), **how)
-
-    with target("h200"):
-        traced = jax.jit(product, static_argnums=3).trace(a, b, u, "hopper")
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    found = product(a, b, u, "interpret")
+    found = lowered_and_simulated(function, a, b, u)
     sums = np.asarray(a, np.float32) @ np.asarray(b, np.float32).T
     np.testing.assert_array_equal(found, function(jnp.asarray(sums), u))
 
@@ -156,14 +162,7 @@ def test_functions_of_16_bits_are_those_of_float32_rounded(
             result = jnp.where(which == number, OF_16_BITS[name](x), result)
         return result
 
-    def product(a: Any, b: Any, which: Any, implementation: str) -> Any:
-        how: Any = {"config": CONFIG, "implementation": implementation, "transpose_b": True}
-        return gemm(a, b, epilogue=one_for_each_column, operands=(which,), **how)
-
-    with target("h200"):
-        traced = jax.jit(product, static_argnums=3).trace(a, b, which, "hopper")
-        assert "mosaic_gpu" in traced.lower(lowering_platforms=("cuda",)).as_text()
-    found = product(a, b, which, "interpret")
+    found = lowered_and_simulated(one_for_each_column, a, b, which)
     assert found.dtype == dtype
     sums = np.asarray(a, np.float32) @ np.asarray(b, np.float32).T
     x = jnp.asarray(sums / 64).astype(dtype)
