@@ -7,7 +7,6 @@ The operations between two such products then have the dimensions of the product
 computes them with one.
 """
 
-import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -109,13 +108,14 @@ class _Rows:
 
 
 def _group(whole: Sequence[int], apart: Sequence[int], axis: int) -> tuple[int, ...] | None:
-    """Returns the sizes that make one dimension in another shape; None if other ones differ."""
+    """Returns the sizes that a reshape makes one dimension of; None if other ones differ.
+
+    As many elements are in both shapes, so that the product of these sizes is the dimension's.
+    """
     more = len(apart) - len(whole)
     group = tuple(apart[axis : axis + 1 + more])
     is_same = (*whole[:axis], *group, *whole[axis + 1 :]) == tuple(apart)
-    if more < 1 or not is_same or not all(apart) or math.prod(group) != whole[axis]:
-        return None
-    return group
+    return group if more > 0 and is_same and all(apart) else None
 
 
 def _moved(axes: Sequence[int], split: int, more: int) -> tuple[int, ...]:
