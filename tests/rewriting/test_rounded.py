@@ -20,10 +20,10 @@ def _all_is_folded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
 
 
-def _ours(f: Callable[..., Any], *args: Any) -> list[Any]:
-    """Computes a program with sums in the kernels of its products."""
+def _ours(f: Callable[..., Any], *args: Any, folded: str = "reduce_sum") -> list[Any]:
+    """Computes a program with reductions in the kernels of its products."""
     program, found = rewritten(f, *args, implementation="interpret")
-    assert any("reduce_sum" in one.folded for one in found)
+    assert any(folded in one.folded for one in found)
     return jax.jit(core.jaxpr_as_fun(program))(*args)
 
 
@@ -65,6 +65,18 @@ def test_a_batch_of_one_example_is_normalized_to_nothing() -> None:
     x = jnp.broadcast_to(normal(rng, (64,), BF16), (64, 64))
     (ours,) = _ours(f, x, normal(rng, (64, 128), BF16))
     assert jnp.max(jnp.abs(ours)) < 0.01
+
+
+def test_the_largest_value_is_one_that_a_product_picks() -> None:
+    def f(x: Any, w: Any, labels: Any) -> Any:
+        z = x @ w
+        picked = jnp.einsum("nc,nc->n", z, labels, preferred_element_type=jnp.float32)
+        return picked >= jnp.max(z.astype(jnp.float32), -1)
+
+    (is_largest,) = _ours(
+        f, *_odd(), jax.nn.one_hot(jnp.arange(64), 128, dtype=BF16), folded="reduce_max"
+    )
+    assert jnp.all(is_largest)
 
 
 def test_what_leaves_together_belongs_together() -> None:
