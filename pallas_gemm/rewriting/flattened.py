@@ -110,7 +110,7 @@ class _Rows:
 def _group(whole: Sequence[int], apart: Sequence[int], axis: int) -> tuple[int, ...] | None:
     """Returns the sizes that a reshape makes one dimension of; None if other ones differ.
 
-    As many elements are in both shapes, so that the product of these sizes is the dimension's.
+    A reshape keeps the number of elements. The product of these sizes is therefore the dimension's.
     """
     more = len(apart) - len(whole)
     group = tuple(apart[axis : axis + 1 + more])
