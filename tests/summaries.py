@@ -25,7 +25,7 @@ import jax
 
 from pallas_gemm import offline
 from pallas_gemm.op import kept_kernels
-from tests import compilations, known_kernels, parting
+from tests import compilations, early_reads, known_kernels, parting
 
 FILE = pathlib.Path(__file__).with_suffix(".jsonl")
 SAMPLED = 8
@@ -132,6 +132,7 @@ class Summaries:
     def _note(self, names: str, reports: tuple[offline.Report, ...]) -> Kernels:
         for report in reports:
             assert not (apart := parting.apart(report.ptx)), f"threads of a warp part: {apart}"
+            assert not (early := early_reads.early(report.ptx)), f"sums are read early: {early}"
         self._asked[names] = tuple(map(_summary, reports))
         return self._asked[names]
 

@@ -17,6 +17,8 @@ from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper import ring
 from pallas_gemm.kernels.hopper.cta import Cta, first_of
 from pallas_gemm.kernels.hopper.dense.late_store import Stores
+from pallas_gemm.kernels.ptx import arrays
+from pallas_gemm.kernels.ptx.sums import LAYOUT
 from pallas_gemm.kernels.traced import Scalar, Values, divided
 
 Mask = Callable[[Any, Any], None]
@@ -84,10 +86,7 @@ def add_up(
 
     def part(number: Any, slot: Any) -> tuple[Any, Any]:
         own = least + (number < longer).astype(jnp.int32)
-        total, slot = add_up_whole(cta, me, steps._replace(slot=slot, count=own), stores)
-        # LLVM may move the sum of two parts before the wait for the second one. The assembler then
-        # makes each WGMMA wait for the one before.
-        return (total if plan.simulated else lax.optimization_barrier(total)), slot
+        return add_up_whole(cta, me, steps._replace(slot=slot, count=own), stores)
 
     def next_part(number: Any, done: tuple[Any, Any]) -> tuple[Any, Any]:
         total, slot = done
@@ -116,11 +115,14 @@ def add_up_whole(
         def go_on(acc: Any) -> None:
             _multiply(cta, me, steps, stores, acc, _wait_for)
 
-        return pl.run_state(go_on)(plgpu.ACC.init(before)), None
+        total = pl.run_state(go_on)(plgpu.ACC.init(before))
+        return arrays.fenced(plan, total, LAYOUT), None
     accumulator = plgpu.ACC(plan.config.consumer_tile, plan.problem.accumulator_dtype)
     total, slot = pl.run_scoped(
         lambda acc: _multiply(cta, me, steps, stores, acc, _read), accumulator
     )
+    # Without it, LLVM may move what computes with the sum before the wait for it.
+    total = arrays.fenced(plan, total, LAYOUT)
     return (total if before is None else before + total), slot
 
 
