@@ -138,7 +138,7 @@ def test_the_program_sets_one_bit_of_a_map_and_keeps_the_others() -> None:
     [
         ({}, True),
         ({"interpret": SIMULATOR}, False),
-        ({"exchange": Exchange((("x", 2),), ("x",), gathers=True)}, False),
+        ({"exchange": Exchange((("x", 2),), ("x",), gathers=True)}, True),
     ],
     ids=["alone", "simulated", "on two devices"],
 )

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -142,6 +143,27 @@ def test_gathered_rows_are_exact(mesh: Mesh, shape: tuple[int, int, int]) -> Non
         result, gradient = run(a, b, g)
         reference.assert_exact(result, _product(a, b, full))
         reference.assert_exact(gradient, _product(a.T, g, rows))
+
+
+@pytest.mark.parametrize("f", [all_gather_gemm, gemm_reduce_scatter])
+def test_float32_has_the_bits_of_operands_that_were_rounded_before(
+    mesh: Mesh, f: Callable[..., jax.Array]
+) -> None:
+    """Rows of other devices, too."""
+    gathers = f is all_gather_gemm
+    spec, result = (P("x"), P(None, "x")) if gathers else (P(None, "x"), P("x"))
+    local = jax.shard_map(
+        lambda a, b: f(a, b, "x", transpose_b=True),
+        mesh=mesh,
+        in_specs=(spec, spec),
+        out_specs=result,
+    )
+    rng, product = np.random.default_rng(0), jax.jit(local)
+    whole = [reference.normal(rng, (SIZE, SIZE), jnp.float32) for _ in range(2)]
+    rounded = [lax.reduce_precision(x, exponent_bits=8, mantissa_bits=10) for x in whole]
+    sharded = NamedSharding(mesh, spec)
+    found, expected = (product(*jax.device_put(pair, sharded)) for pair in (whole, rounded))
+    np.testing.assert_array_equal(np.asarray(found), np.asarray(expected))
 
 
 def test_both_forward_and_backward(mesh: Mesh) -> None:

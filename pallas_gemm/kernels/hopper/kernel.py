@@ -250,7 +250,8 @@ def _body(
     # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
     lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.consumers, consume, produce)
     if plan.rounds_loads:
-        tf32.round_loads([x for a, b in whole for x in (a, *b)])
+        factors = [x for a, b in whole for x in (a, *b)]
+        tf32.round_loads([*factors, every] if plan.gathers else factors)
 
 
 def _inputs(plan: HopperPlan, given: Sequence[jax.Array]) -> launch.Inputs:

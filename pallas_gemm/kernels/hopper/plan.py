@@ -101,9 +101,8 @@ class HopperPlan(KernelPlan):
 
     @property
     def rounds_loads(self) -> bool:
-        """Whether TMA rounds operands. Nobody has run that on several devices."""
-        is_single = self.problem.a_dtype == SINGLE
-        return is_single and self.exchange.size == 1 and not self.simulated
+        """Whether TMA rounds operands."""
+        return self.problem.a_dtype == SINGLE and not self.simulated
 
     @property
     def claims_tiles(self) -> bool:
