@@ -31,7 +31,7 @@ if __package__ in (None, ""):
 
 from absl import flags
 
-from bench import command, gpu, peers, random_suite, report, shapes
+from bench import command, gpu, peers, random_suite, report, shapes, suites
 from bench.session import Options
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.planning import config_json
@@ -131,7 +131,7 @@ def kernel_configs(text: str) -> tuple[HopperConfig, ...]:
 def listing() -> str:
     """Returns the suites with their shapes, and the peers with why they are absent."""
     lines = []
-    for name, cases in shapes.SUITES.items():
+    for name, cases in suites.SUITES.items():
         lines.append(f"{name}:")
         for case in cases:
             lines += command.wrapped(f"    {case.name:24} {case.source}", indent=29)
@@ -192,8 +192,8 @@ def _cases(values: flags.FlagValues) -> tuple[shapes.Case, ...]:
     if values.shape:
         cases = [shapes.parse(text) for text in values.shape]
     else:
-        suites = command.several("suite", values.suite)
-        cases = [case for name in suites for case in random_suite.suite(name, values.seed)]
+        names = command.several("suite", values.suite)
+        cases = [case for name in names for case in random_suite.suite(name, values.seed)]
     for field, choices in (
         ("dtype", values.dtypes),
         ("layout", values.layouts),

@@ -8,7 +8,7 @@ others; `ladder.md` says which.
 
 import numpy as np
 
-from bench import shapes
+from bench import suites
 from bench.shapes import Case
 
 NAME = "random"
@@ -58,12 +58,12 @@ ROWS_OF_A_LINE = 8
 
 
 def suite(name: str, seed: int) -> tuple[Case, ...]:
-    """Returns the cases of a suite, of this one or of those in `shapes`.
+    """Returns the cases of a suite, of this one or of those in `suites`.
 
     Raises:
         ValueError: There is none of that name.
     """
-    return drawn(seed) if name == NAME else shapes.suite(name)
+    return drawn(seed) if name == NAME else suites.suite(name)
 
 
 def drawn(seed: int, count: int = COUNT) -> tuple[Case, ...]:

@@ -24,8 +24,6 @@ WHOLE, PAIR = int | None, tuple[int, int]
 """Types of fields: to write them anew for each config would take longer than to check it."""
 STEP_BYTES = 128
 """Bytes of the contracted dimension per step: one swizzle atom, for every element type."""
-
-
 CUTTING = ("split_k", "partial_sums")
 """The fields that cut every sum along k, as far as a config has them."""
 
@@ -58,15 +56,14 @@ class GemmConfig:
     Attributes:
         LARGEST: The largest tile of an architecture.
         OWN_ORDER: Its kernel launches a cluster per tile, in an order of its own.
-        tile: Rows and columns of the accumulators of one CTA. A gated result has two columns of
-            sums for each of its own.
+        tile: Rows and columns of the sums of one CTA; two columns for each of a gated result.
         stages: Slots of the ring that TMA fills; by default the usual number, or those that fit.
         cluster: (rows, cols) of CTAs that share operands by multicast.
         persistence: "none" launches a cluster per tile; "static" deals the tiles to the clusters
             that fit on the device; "dynamic" hands them out as clusters become free.
-        schedule: The order of the cluster tiles: a name that `schedules.spec` knows, a `Schedule`
-            or an `OnlineSchedule` made for this grid. With "online_" before its name, the order is
-            computed instead of read from a table. A batch is stacked along the rows.
+        schedule: The order of the cluster tiles, those of a batch one below the other: a name that
+            `schedules.spec` knows, or a `Schedule` or an `OnlineSchedule` of this grid. Orders of
+            names that begin with "online_" are computed; others are read from a table.
         ctas: At most how many CTAs a persistent kernel launches; None for all that fit.
         store_columns: Columns of the result that one store slot of the epilogue holds: 16, 32 or
             64; by default the most that leave enough shared memory for the stages.
@@ -285,8 +282,7 @@ class GemmConfig:
 
     def check(self, problem: Problem, device: Device) -> None:
         """Raises `ValueError` with every reason why this config cannot compute `problem`."""
-        reasons = self.refusals(problem, device)
-        if reasons:
+        if reasons := self.refusals(problem, device):
             raise ValueError(f"config cannot compute this problem: {'; '.join(reasons)}")
 
     def _memory_refusals(self, needed: int, device: Device) -> Iterator[str]:
@@ -399,9 +395,7 @@ class GemmConfig:
             )
 
 
-@functools.cache
-def _fields(kind: type[GemmConfig]) -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(kind)
+_fields = functools.cache(dataclasses.fields)
 
 
 def _checked(field: dataclasses.Field[Any], value: Any) -> Any:

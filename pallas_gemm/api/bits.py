@@ -120,30 +120,64 @@ def check(
         raise TypeError(f"f must be a function, got {type(f).__name__}: {f!r:.80}")
     leaves, tree = jax.tree.flatten(args)
     having = _having_rows(args, (rows,) if isinstance(rows, int) else tuple(rows))
-    count = _count(leaves, having)
 
     def of_leaves(*own: Any) -> list[Any]:
         return jax.tree.leaves(f(*jax.tree.unflatten(tree, own)))
 
-    def chosen(own: np.ndarray) -> list[Any]:
-        return [x[own] if is_one else x for x, is_one in zip(leaves, having, strict=True)]
+    call = _Call(of_leaves, leaves, having, _count(leaves, having))
+    every = list(_variants(call.count, variants, seed))
+    sizes, differing = zip(*_differences(call, every), strict=True)
+    if not any(differing):
+        return Checked(len(every), sum(sizes), 0)
+    worst = next(own for own, count in zip(every, differing, strict=True) if count)
+    first, why = _first(call, [worst, *every])
+    return Checked(len(every), sum(sizes), sum(differing), first, why)
 
-    every = list(_variants(count, variants, seed))
-    run = _compiled(of_leaves)
-    whole = run(*leaves)
-    axes = _axes_of_results(of_leaves, leaves, having)
-    elements, differing, worst = 0, 0, None
-    for variant in every:
-        found = run(*chosen(variant.rows))
+
+class _Call(NamedTuple):
+    """A function that is run on rows.
+
+    Attributes:
+        function: It takes arrays and returns arrays.
+        leaves: Its arguments.
+        having: Which of them have rows.
+        count: How many rows there are.
+    """
+
+    function: Callable[..., list[Any]]
+    leaves: Sequence[Any]
+    having: Sequence[bool]
+    count: int
+
+    def chosen(self, rows: np.ndarray) -> list[Any]:
+        """Returns the arguments with some rows."""
+        pairs = zip(self.leaves, self.having, strict=True)
+        return [x[rows] if has_rows else x for x, has_rows in pairs]
+
+    def longer(self, more: int) -> list[Any]:
+        """Returns the types of arguments that have some rows more."""
+        types = [(list(np.shape(x)), jax.dtypes.result_type(x)) for x in self.leaves]
+        for (shape, _), has_rows in zip(types, self.having, strict=True):
+            if has_rows:
+                shape[0] += more
+        return [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in types]
+
+    def traced(self, given: Sequence[Any]) -> Flat:
+        """Returns the function of some arguments, as a list of operations."""
+        return flat(jax.make_jaxpr(self.function)(*given))
+
+
+def _differences(call: _Call, variants: Sequence[_Variant]) -> Iterator[tuple[int, int]]:
+    """Yields how many elements of results each choice of rows has, and how many of them differ."""
+    types, longer = (jax.eval_shape(call.function, *call.longer(more)) for more in (0, 1))
+    axes = _axes(types, longer, call.count)
+    run = _compiled(call.function)
+    whole = run(*call.leaves)
+    for variant in variants:
+        found = run(*call.chosen(variant.rows))
         pairs = zip(whole, found, axes, strict=True)
-        each = [_compared(x, y, axis, count, variant.rows) for x, y, axis in pairs]
-        elements += sum(int(np.size(y)) for y in found)
-        differing += sum(each)
-        worst = variant if worst is None and sum(each) else worst
-    if worst is None:
-        return Checked(len(every), elements, 0)
-    first, why = _first(of_leaves, leaves, chosen, having, [worst, *every])
-    return Checked(len(every), elements, differing, first, why)
+        each = [_compared(x, y, axis, call.count, variant.rows) for x, y, axis in pairs]
+        yield sum(int(np.size(y)) for y in found), sum(each)
 
 
 def _having_rows(args: tuple[Any, ...], rows: tuple[int, ...]) -> list[bool]:
@@ -213,89 +247,58 @@ def _compared(
     return min(int((x != second).sum()) for x in (outer, inner))
 
 
-def _axes(
-    shapes: Sequence[tuple[int, ...]], longer: Sequence[tuple[int, ...]], count: int
-) -> list[tuple[int, int] | None]:
-    """Returns along which dimension the rows of each value lie, from its shape with one row more.
+def _axes(types: Sequence[Any], longer: Sequence[Any], count: int) -> list[tuple[int, int] | None]:
+    """Returns along which dimension the rows of each value lie, from its type with one row more.
 
     Also, how many elements of it there are to a row.
     """
     found: list[tuple[int, int] | None] = []
-    for shape, other in zip(shapes, longer, strict=True):
-        differ = [i for i, (x, y) in enumerate(zip(shape, other, strict=True)) if x != y]
+    for x, other in zip(types, longer, strict=True):
+        shape, pairs = x.shape, zip(x.shape, other.shape, strict=True)
+        differ = [i for i, (own, more) in enumerate(pairs) if own != more]
         fits = len(differ) == 1 and shape[differ[0]] % count == 0
         found.append((differ[0], shape[differ[0]] // count) if fits else None)
     return found
 
 
-def _longer(leaves: Sequence[Any], having: Sequence[bool], more: int) -> list[Any]:
-    """Returns the types of arguments that have some rows more."""
-    return [
-        jax.ShapeDtypeStruct(
-            (np.shape(x)[0] + more, *np.shape(x)[1:]) if is_one else np.shape(x),
-            jax.dtypes.result_type(x),
-        )
-        for x, is_one in zip(leaves, having, strict=True)
-    ]
-
-
-def _axes_of_results(
-    f: Callable[..., Any], leaves: Sequence[Any], having: Sequence[bool]
-) -> list[tuple[int, int] | None]:
-    pair = [jax.eval_shape(f, *_longer(leaves, having, more)) for more in (0, 1)]
-    shapes, longer = ([tuple(x.shape) for x in each] for each in pair)
-    return _axes(shapes, longer, _count(leaves, having))
-
-
-def _first(
-    f: Callable[..., Any],
-    leaves: Sequence[Any],
-    chosen: Callable[[np.ndarray], list[Any]],
-    having: Sequence[bool],
-    variants: Sequence[_Variant],
-) -> tuple[Culprit | None, str]:
+def _first(call: _Call, variants: Sequence[_Variant]) -> tuple[Culprit | None, str]:
     """Returns the first operation whose bits differ, or why there is none to name."""
-    more = _longer(leaves, having, 1)
-    whole, longer = (flat(jax.make_jaxpr(f)(*own)) for own in (leaves, more))
+    whole, longer = (call.traced(own) for own in (call.leaves, call.longer(1)))
     if whole.names != longer.names:
         return None, "the function does something else with another number of rows"
-    count = _count(leaves, having)
     makers = [equation for equation, _ in _arrays(whole)]
-    shapes, others = ([own.types[x].shape for _, x in _arrays(own)] for own in (whole, longer))
-    axes = _axes(shapes, others, count)
+    types, others = ([own.types[x] for _, x in _arrays(own)] for own in (whole, longer))
+    axes = _axes(types, others, call.count)
 
     def every(own: Flat, given: Sequence[Any]) -> list[Any]:
         kept = [x for _, x in _arrays(own)]
         return _compiled(fused_bits.beginning(own, kept))(*given)
 
-    results = every(whole, leaves)
+    results = every(whole, call.leaves)
     for variant in variants:
-        own = chosen(variant.rows)
-        part = flat(jax.make_jaxpr(f)(*own))
+        own = call.chosen(variant.rows)
+        part = call.traced(own)
         if whole.names != part.names:
             return None, f"the function does something else with {variant.text}"
         for equation, x, y, axis in zip(makers, results, every(part, own), axes, strict=True):
-            if differing := _compared(x, y, axis, count, variant.rows):
+            if differing := _compared(x, y, axis, call.count, variant.rows):
                 return _culprit(equation, variant, differing, y, axis)
-    given = leaves, chosen(variants[0].rows), more
-    return _first_together(f, given, variants[0], count)
+    return _first_together(call, variants[0])
 
 
-def _first_together(
-    f: Callable[..., Any], arguments: Any, variant: _Variant, count: int
-) -> tuple[Culprit | None, str]:
+def _first_together(call: _Call, variant: _Variant) -> tuple[Culprit | None, str]:
     """Returns the first operation that XLA computes together with others, and which ones."""
 
     def compare(whole: Any, some: Any, types: Any, longer: Any) -> tuple[int, int]:
-        axes = _axes([x.shape for x in types], [x.shape for x in longer], count)
-        rows = variant.rows
+        axes = _axes(types, longer, call.count)
         each = [
-            (_compared(x, y, axis, count, rows), int(np.size(y)))
+            (_compared(x, y, axis, call.count, variant.rows), int(np.size(y)))
             for x, y, axis in zip(whole, some, axes, strict=True)
         ]
         return next((own for own in each if own[0]), (0, sum(size for _, size in each)))
 
-    found = fused_bits.first(f, arguments, compare, _compiled)
+    given = call.leaves, call.chosen(variant.rows), call.longer(1)
+    found = fused_bits.first(call.function, given, compare, _compiled)
     kept = "no operation differs where all of their results are kept: XLA computes some of them"
     if found is None:
         return None, f"{kept} differently as parts of larger ones"

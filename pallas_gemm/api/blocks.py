@@ -268,16 +268,17 @@ def _reshaped(x: Any, letters: str, cuts: Mapping[str, Cut]) -> tuple[Any, str]:
     return x, new
 
 
-def cut_spec(spec: Any, before: str, after: str) -> Any:
+def cut_spec(sharding: Any, before: str, after: str) -> Any:
     """Returns how a result whose dimensions are cut is split: the outermost part as the whole.
 
     Args:
-        spec: The axes that split each dimension before it is cut, or None.
-        before: The letters of these.
+        sharding: The sharding that is asked for, or its axes for each dimension, or None.
+        before: The letters of the dimensions before they are cut.
         after: The letters of the parts; the last part of each has the letter of the whole.
     """
-    if spec is None:
+    if sharding is None:
         return None
+    spec = getattr(sharding, "spec", sharding)
     axes, found, is_first = dict(zip(before, spec, strict=False)), [], True
     for place, letter in enumerate(after):
         whole = next(x for x in after[place:] if x in before)

@@ -66,8 +66,7 @@ def answer(
         epilogue: The function.
         operands: The arrays that it takes beside the float32 sums.
         options: How to compute it.
-        words: The other arguments that say what happens to the product, by their names, which are
-            none of their defaults.
+        words: The other arguments, as `said` returns them.
         compute: Computes a product without an epilogue.
         **how: As for `request.of_gemm`.
     """
@@ -92,17 +91,13 @@ def answer(
     taken = [*scaled.scales, *taken]
     function, tree = traced(scaled.function, sums, taken)
     everything = (*factors.present(), *taken)
-    explicit, on_mesh = request.is_explicit(*everything), mesh_context.is_on_mesh(*everything)
     call = request.in_parts(call, asked.contraction, asked.operands, finished=True)
     dims, own = squeezed(call, dims, factors.present())
-    if options.names_something and not on_mesh:
-        signature = signature_of((*own, *taken))
-        check_named(options, fused.plan(call, dims, function, signature))
+    if options.names_something and not mesh_context.is_on_mesh(*everything):
+        check_named(options, fused.plan(call, dims, function, signature_of((*own, *taken))))
     run: Callable[..., Any] = fused.fused
-    if explicit:
-        given_sharding = how.get("out_sharding")
-        spec = getattr(given_sharding, "spec", given_sharding)
-        spec = blocks.cut_spec(spec, dims.whole or dims.out, dims.out)
+    if request.is_explicit(*everything):
+        spec = blocks.cut_spec(how.get("out_sharding"), dims.whole or dims.out, dims.out)
         run = functools.partial(explicit_fused, spec=spec)
     return jax.tree.unflatten(tree, run(call, dims, function, *own, *taken))
 

@@ -301,8 +301,8 @@ def _in_blocks(
 ) -> jax.Array:
     del precision  # The call has it.
     squeezed, given = product.squeezed(call, dims, operands)
-    spec = getattr(out_sharding, "spec", out_sharding)
-    return squeezed.by_xla(call, *given, spec=blocks.cut_spec(spec, before, squeezed.out))
+    spec = blocks.cut_spec(out_sharding, before, squeezed.out)
+    return squeezed.by_xla(call, *given, spec=spec)
 
 
 def _dot_general(numbers: contraction.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:

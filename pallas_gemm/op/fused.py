@@ -24,7 +24,8 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_gemm.call import NO_EPILOGUE, Call, Operands, Signature, signature_of
-from pallas_gemm.kernels.functions.split import Split, split
+from pallas_gemm.kernels.functions.parts import Split
+from pallas_gemm.kernels.functions.split import split
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import fronted, one_by_one, with_dimension
 from pallas_gemm.op.canonical import Form, merged

@@ -21,7 +21,8 @@ from jax.interpreters import mlir
 
 from pallas_gemm.call import GroupedCall, Operands, Signature, signature_of
 from pallas_gemm.kernels.functions.axes import Names
-from pallas_gemm.kernels.functions.split import Split, split
+from pallas_gemm.kernels.functions.parts import Split
+from pallas_gemm.kernels.functions.split import split
 from pallas_gemm.op import linear, lowering
 from pallas_gemm.op.batching import one_by_one
 from pallas_gemm.op.function_of_sums import Function

@@ -137,28 +137,30 @@ def scale_by_muon(  # noqa: PLR0913 - those of optax
     steps = _steps(ns_coeffs, ns_steps, preconditioning, eps)
     mu_dtype = None if mu_dtype is None else jax.dtypes.canonicalize_dtype(mu_dtype)
 
-    numbers = _coefficients(ns_coeffs)
-
     def init(params: Any) -> MuonState:
         mean = optax.tree.zeros_like(params, dtype=mu_dtype)
-        return MuonState(jnp.zeros([], jnp.int32), mean, jnp.asarray(numbers))
+        return MuonState(jnp.zeros([], jnp.int32), mean, jnp.asarray(_coefficients(ns_coeffs)))
 
     def update(updates: Any, state: Any, params: Any = None, **_: Any) -> tuple[Any, MuonState]:
         del params
         mean = optax.tree.update_moment(updates, state.mu, beta, 1)
         count = optax.safe_increment(state.count)
-        if nesterov:
-            ahead = optax.tree.bias_correction(mean, beta, optax.safe_increment(count))
-            now = optax.tree.bias_correction(updates, beta, count)
-            whole = jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
-        else:
-            whole = optax.tree.bias_correction(mean, beta, count)
+        whole = _unbiased(mean, updates, beta, count, nesterov=nesterov)
         result = _together(steps, whole, _dimensions(weight_dimension_numbers, updates))
         if adaptive:
             result = jax.tree.map(lambda x, y: jnp.sum(x * y) * y, whole, result)
         return result, MuonState(count, optax.tree.cast(mean, mu_dtype), state.ns_coeffs)
 
     return optax.GradientTransformation(init, update)
+
+
+def _unbiased(mean: Any, updates: Any, beta: Any, count: Any, *, nesterov: bool) -> Any:
+    """Returns a mean of gradients without its bias towards zero, one step ahead if asked for."""
+    if not nesterov:
+        return optax.tree.bias_correction(mean, beta, count)
+    ahead = optax.tree.bias_correction(mean, beta, optax.safe_increment(count))
+    now = optax.tree.bias_correction(updates, beta, count)
+    return jax.tree.map(lambda m, g: beta * m + (1 - beta) * g, ahead, now)
 
 
 def muon(  # noqa: PLR0913 - those of optax

@@ -59,6 +59,36 @@ tiles as in bands of 8 in bursts. In sustained work it is 0.1 to 1.0% faster."""
 
 
 def order(problem: Problem, config: GemmConfig, device: Device) -> str:
+    """Returns the name of the order in which tiles are computed.
+
+    Rows in groups share the right operand as far as their group goes. 64 and 32 groups of 256 rows
+    take 1% longer on an H200 in bands of 8 rows of tiles than in bands of 4. 8 groups of 2048 rows
+    take as long in bands of 8 as in bands of 16.
+
+    Wide tiles in turns lie in the widest band that the L2 holds. Logits in float32 of 8192 x 128256
+    with K=2048 take 5373 us on an H200 in bands of 8 rows of tiles, and 5293 of 16. A result of
+    8192 x 32000 takes 739 and 704 us with K=1024, and with K=4096 2611 and 2612.
+    """
+    if problem.groups:
+        height = config.tile[0] * config.cluster[0]
+        return f"swizzle:{min(max(-(-problem.m // (height * problem.groups)), 4), 8)}"
+    if problem.ragged_k:
+        return "swizzle:8"
+    is_hoppers = isinstance(config, HopperConfig)
+    by_rows = written.order(problem, mirrored=config.mirrored) if is_hoppers else None
+    if by_rows is not None:
+        return by_rows
+    in_turns = problem.symmetric or config.overlap == "turns"
+    if not in_turns or config.tiles(problem) <= config.workers(problem, device):
+        return _of_fewest_bytes(problem, config, device)
+    if problem.symmetric:
+        return f"swizzle:{BAND_OF_TRIANGLE}"
+    if config.tile[1] > config.tile[0]:
+        return f"swizzle:{_walks(problem, config, device)[0].held_groups()[-1]}"
+    return f"swizzle:{BAND_IN_TURNS}"
+
+
+def _of_fewest_bytes(problem: Problem, config: GemmConfig, device: Device) -> str:
     """Returns the banded order in which the fewest bytes are read, from memory or by neighbours.
 
     By closed forms: while a band of rows of tiles is walked across, the tiles under way form a
@@ -71,31 +101,7 @@ def order(problem: Problem, config: GemmConfig, device: Device) -> str:
     bands of 16 columns it takes 591 us, though they read a third less of memory in the model. Only
     where no band of rows is as narrow as neighbours want it, columns do: 938 x 14080 x 3072 in
     tiles of 128 x 160 (mirrored) takes 104 us in a band of 6 columns, 108 us in bands of 16 rows.
-
-    Wide tiles in turns lie in the widest band that the L2 holds. Logits in float32 of 8192 x 128256
-    with K=2048 take 5373 us on an H200 in bands of 8 rows of tiles, and 5293 of 16. A result of
-    8192 x 32000 takes 739 and 704 us with K=1024, and with K=4096 2611 and 2612.
-
-    Rows in groups share the right operand as far as their group goes. 64 and 32 groups of 256 rows
-    take 1% longer on an H200 in bands of 8 rows of tiles than in bands of 4. 8 groups of 2048 rows
-    take as long in bands of 8 as in bands of 16.
     """
-    if problem.groups:
-        height = config.tile[0] * config.cluster[0]
-        return f"swizzle:{min(max(-(-problem.m // (height * problem.groups)), 4), 8)}"
-    if problem.ragged_k:
-        return "swizzle:8"
-    is_hoppers = isinstance(config, HopperConfig)
-    by_rows = written.order(problem, mirrored=config.mirrored) if is_hoppers else None
-    if by_rows is not None:
-        return by_rows
-    in_turns = problem.symmetric or config.overlap == "turns"
-    if in_turns and config.tiles(problem) > config.workers(problem, device):
-        if problem.symmetric:
-            return f"swizzle:{BAND_OF_TRIANGLE}"
-        if config.tile[1] > config.tile[0]:
-            return f"swizzle:{_walks(problem, config, device)[0].held_groups()[-1]}"
-        return f"swizzle:{BAND_IN_TURNS}"
     walks = _walks(problem, config, device)
     first = walks[0]
     one_wave = first.under_way == first.across * first.along

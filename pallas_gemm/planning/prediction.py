@@ -13,6 +13,7 @@ choose are 1% slower than the fastest that were tried.
 """
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -130,20 +131,12 @@ def seconds(
     multiply = rows * cols * step_bytes / per_cycle + config.scaling_cycles(problem)
     loading = architecture.row_cycles * (rows + config.loaded_columns)
     loops = _loops(problem, config, device)
-    waves, steps = (
-        sum(loop.waves for loop in loops),
-        sum(loop.waves * loop.steps for loop in loops),
-    )
+    steps = sum(loop.waves * loop.steps for loop in loops)
     # A ring that holds all steps is filled once.
-    refills = waves > 1 or config.stages < steps
+    refills = sum(loop.waves for loop in loops) > 1 or config.stages < steps
     waits = 0.0 if at_least else _waiting(problem, config, device, architecture, refills=refills)
     step = STEP_CYCLES + max(multiply, loading * (step_bytes / STEP_BYTES), waits)
-    stored = (2 if problem.symmetric else 1) * rows * cols
-    between = _between_tiles(problem, config, stored, loops[0].steps * multiply)
-    kernels = len(loops)
-    idle = (waves - kernels) * between + kernels * LAST_STORE_CYCLES * stored
-    idle += waves * stored * LOG_CYCLES * _logarithms(problem)
-    idle += (kernels - 1) * LATENCY_CYCLES
+    idle = _idle_cycles(problem, config, loops, multiply)
     computed = sum(loop.pieces * loop.steps for loop in loops) * config.cluster_size
     used = computed / (steps * device.sms) * multiply
     if at_least:
@@ -156,7 +149,7 @@ def seconds(
     memory = moved / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
     both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
     joining = 0.0 if at_least else _join_cycles(problem, config, loops[-1], device)
-    return kernels * LAUNCH_SECONDS + both + joining / device.machine.clock_hz
+    return len(loops) * LAUNCH_SECONDS + both + joining / device.machine.clock_hz
 
 
 def _waiting(
@@ -175,6 +168,25 @@ def _waiting(
         neighbours / architecture.gpc_bytes_per_cycle,
         config.awaited_cycles(problem),
     )
+
+
+def _idle_cycles(
+    problem: Problem, config: GemmConfig, loops: Sequence["_Loops"], multiply: float
+) -> float:
+    """Returns the cycles of a CTA beside its steps: between tiles, and after each kernel.
+
+    Args:
+        problem: The product.
+        config: The config.
+        loops: The k loops of each kernel.
+        multiply: The cycles for which the tensor cores compute a step.
+    """
+    waves, kernels = sum(loop.waves for loop in loops), len(loops)
+    stored = (2 if problem.symmetric else 1) * math.prod(config.tile)
+    between = _between_tiles(problem, config, stored, loops[0].steps * multiply)
+    idle = (waves - kernels) * between + kernels * LAST_STORE_CYCLES * stored
+    idle += waves * stored * LOG_CYCLES * _logarithms(problem)
+    return idle + (kernels - 1) * LATENCY_CYCLES
 
 
 def _between_tiles(problem: Problem, config: GemmConfig, stored: int, multiplied: float) -> float:

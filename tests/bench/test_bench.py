@@ -23,7 +23,19 @@ from absl import flags
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench import command, contest, gemm_bench, gpu, peers, products, report, session, shapes, tune
+from bench import (
+    command,
+    contest,
+    gemm_bench,
+    gpu,
+    peers,
+    products,
+    report,
+    session,
+    shapes,
+    suites,
+    tune,
+)
 from bench.peer import Candidate
 from bench.peers import JaxPeer, Xla
 from bench.shapes import Case
@@ -143,9 +155,9 @@ def test_the_name_of_a_case_is_read_as_that_case(case: Case) -> None:
     assert shapes.parse(case.name) == case
 
 
-@pytest.mark.parametrize("name", shapes.SUITES)
+@pytest.mark.parametrize("name", suites.SUITES)
 def test_every_case_of_a_suite_is_legal_and_there_once(name: str) -> None:
-    found = shapes.suite(name)
+    found = suites.suite(name)
     assert found
     assert len({case.name for case in found}) == len(found)
     for case in found:
@@ -690,7 +702,7 @@ def test_a_program_started_wrongly_says_so_in_one_line(
 
 def test_the_listing_names_every_suite_and_peer() -> None:
     text = gemm_bench.listing()
-    assert all(f"\n{name}:\n" in f"\n{text}" for name in shapes.SUITES)
+    assert all(f"\n{name}:\n" in f"\n{text}" for name in suites.SUITES)
     assert all(f"    {name:8} " in text for name in peers.PEERS)
 
 

@@ -4,7 +4,7 @@ import collections
 
 import pytest
 
-from bench import random_suite, shapes
+from bench import random_suite, suites
 
 
 def test_a_seed_draws_the_same_products_and_another_seed_others() -> None:
@@ -40,4 +40,4 @@ def test_rows_in_memory_are_a_multiple_of_16_bytes() -> None:
 
 def test_it_is_a_suite_like_the_others() -> None:
     assert random_suite.suite("random", 5) == random_suite.drawn(5)
-    assert random_suite.suite("short", 5) == shapes.SUITES["short"]
+    assert random_suite.suite("short", 5) == suites.SUITES["short"]

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from pallas_gemm.kernels.functions.axes import Names
-from pallas_gemm.kernels.functions.split import Split, split
+from pallas_gemm.kernels.functions.parts import Split
+from pallas_gemm.kernels.functions.split import split
 from tests import epilogues
 
 M = 24

@@ -13,8 +13,9 @@ from jax import lax
 
 from pallas_gemm.kernels.functions import saturating
 from pallas_gemm.kernels.functions.axes import Names
+from pallas_gemm.kernels.functions.parts import Split
 from pallas_gemm.kernels.functions.shorter import FMA, ONE_PLUS_TANH, shorter
-from pallas_gemm.kernels.functions.split import Split, split
+from pallas_gemm.kernels.functions.split import split
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.program import Constant, Program
 

@@ -10,7 +10,9 @@ import pytest
 from jax import lax
 
 from pallas_gemm.kernels.functions import vectors
-from pallas_gemm.kernels.functions.split import Names, Split, split
+from pallas_gemm.kernels.functions.axes import Names
+from pallas_gemm.kernels.functions.parts import Split
+from pallas_gemm.kernels.functions.split import split
 from tests import epilogues
 
 M, N = 6, 10

@@ -10,7 +10,7 @@ from jax.extend import core
 
 from pallas_gemm.call import signature_of
 from pallas_gemm.device import H200
-from pallas_gemm.kernels.functions.split import Split
+from pallas_gemm.kernels.functions.parts import Split
 from pallas_gemm.op import fused
 from pallas_gemm.rewriting import folds, kept
 from tests.rewriting.test_folds import (

@@ -11,7 +11,7 @@ from jax import lax
 from jax.extend import core
 
 from pallas_gemm.device import H200
-from pallas_gemm.kernels.functions.split import Split
+from pallas_gemm.kernels.functions.parts import Split
 from pallas_gemm.planning import prediction
 from pallas_gemm.rewriting import folds, regions
 from tests.reference import normal

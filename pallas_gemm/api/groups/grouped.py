@@ -306,10 +306,7 @@ def _general(  # noqa: PLR0913 - as of what calls it
     batch = mapped_form(numbers, lhs.ndim, rhs.ndim)
     if batch is not None and group_offset is out_sharding is None:
         with _as_jax_says(lhs, rhs, sizes, numbers):
-            stock = functools.partial(
-                stock_ragged_dot_general, ragged_dot_dimension_numbers=numbers
-            )
-            jax.eval_shape(stock, lhs, rhs, sizes)
+            jax.eval_shape(lambda: stock_ragged_dot_general(lhs, rhs, sizes, numbers))
         return _mapped(batch, (precision, preferred, None, None), numerics, lhs, rhs, sizes)
     if group_offset is not None:
         if form is None or form[0]:

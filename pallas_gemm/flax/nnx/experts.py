@@ -72,16 +72,12 @@ class Experts(routed.Mixture, nnx.Module):
         fused.check_sizes(in_features=in_features, hidden_features=hidden_features)
         options: Any = {"use_bias": False, "precision": routed.ROUTER_PRECISION}
         self.router = nnx.Linear(in_features, num_experts, rngs=rngs, **options)
-
-        def layer(*sizes: int) -> _Kernel:
-            init = kernel_init(
-                rngs.params(), (num_experts, *sizes), fused.layer_type("param_dtype", param_dtype)
-            )
-            return _Kernel(init, kernel_metadata)
-
-        self.gate = layer(in_features, hidden_features)
-        self.up = layer(in_features, hidden_features)
-        self.down = layer(hidden_features, in_features)
+        param_dtype = fused.layer_type("param_dtype", param_dtype)
+        there, back = (in_features, hidden_features), (hidden_features, in_features)
+        self.gate, self.up, self.down = (
+            _Kernel(kernel_init(rngs.params(), (num_experts, *sizes), param_dtype), kernel_metadata)
+            for sizes in (there, there, back)
+        )
         self.num_experts, self.top_k = num_experts, top_k
         self.routing, self.activation = routing, fused.checked_activation(activation)
         self.dtype, self.precision = fused.layer_type("dtype", dtype), precision

@@ -8,7 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.kernels.functions.split import Names, Split, split
+from pallas_gemm.kernels.functions.axes import Names
+from pallas_gemm.kernels.functions.parts import Split
+from pallas_gemm.kernels.functions.split import split
 from pallas_gemm.problem import KINDS, VALUES, Epilogue, Problem
 from pallas_gemm.program import Program
 

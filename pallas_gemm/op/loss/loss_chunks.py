@@ -5,7 +5,7 @@ Logits exist for one chunk at a time. `loss_layer` has the functions of the prod
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -142,11 +142,7 @@ def gradients(
         waiting: The array in which logits wait, and which is to be the gradient of the weight, if
             that is how chunks are computed.
     """
-    parts = layer.chunks(given.hidden, given.weight)
-    if kept is not None:
-        parts = dataclasses.replace(parts, each=parts.words, kept=True)
-    way = Slices(layer, parts) if by is None else by
-
+    way = Slices.of(layer, given, at_once=kept is not None) if by is None else by
     # Before the loop, in which each chunk would slice them.
     some, tokens = way.parts.waiting[0], given.hidden.shape[0]
     of_tokens = slopes.of_tokens(0, some), slopes.of_tokens(some, tokens)
@@ -277,6 +273,14 @@ class Slices(NamedTuple):
 
     together = 2
     """They read and write sums in turn, without a copy between them."""
+
+    @classmethod
+    def of(cls, layer: Layer, given: Given, *, at_once: bool) -> Self:
+        """Returns the chunks of a layer; a single one where the product of all words was kept."""
+        parts = layer.chunks(given.hidden, given.weight)
+        if at_once:
+            parts = dataclasses.replace(parts, each=parts.words, kept=True)
+        return cls(layer, parts)
 
     def words(self, given: Given, start: Any, size: int) -> Given:
         """Returns the operands of some words, by which labels are counted then."""

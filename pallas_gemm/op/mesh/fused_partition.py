@@ -26,7 +26,7 @@ from pallas_gemm.call import NO_EPILOGUE, Call, Signature, signature_of
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.functions import exponentials, places
 from pallas_gemm.kernels.functions.axes import Names
-from pallas_gemm.kernels.functions.split import Split as Parts
+from pallas_gemm.kernels.functions.parts import Split as Parts
 from pallas_gemm.op import lowering
 from pallas_gemm.op.canonical import Form, merged
 from pallas_gemm.op.contraction import Contraction

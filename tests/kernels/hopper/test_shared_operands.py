@@ -10,7 +10,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm import HopperConfig, gemm
-from pallas_gemm.kernels.functions.split import Names, Split, split
+from pallas_gemm.kernels.functions.axes import Names
+from pallas_gemm.kernels.functions.parts import Split
+from pallas_gemm.kernels.functions.split import split
 from pallas_gemm.planning import implementation
 from pallas_gemm.program import ALL, FIRST, LAST
 from tests import races

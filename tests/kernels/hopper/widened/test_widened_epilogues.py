@@ -10,7 +10,8 @@ import pytest
 
 from pallas_gemm.kernels.functions import words
 from pallas_gemm.kernels.functions.axes import Names
-from pallas_gemm.kernels.functions.split import Split, split
+from pallas_gemm.kernels.functions.parts import Split
+from pallas_gemm.kernels.functions.split import split
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 from tests.kernels.hopper.widened.test_widened_groups import of_groups, operands, run
 from tests.kernels.hopper.widened.test_widened_simulated import Config, problem, weights
