@@ -283,7 +283,7 @@ def called(equation: Any) -> core.Jaxpr | None:
 
 def is_stored_by(equation: Any) -> bool:
     """Whether an equation has its operands and results in memory."""
-    inner = called(equation)
+    inner = called(equation) if equation.primitive.name in flat.CALLS else None
     if inner is None:
         return kinds.is_apart(equation)
     if inner not in _STORED_BY:
