@@ -245,7 +245,7 @@ class Call:
 
     def with_swapped_precision(self) -> "Call":
         """Returns the call for the operands in the other order."""
-        if not isinstance(self.precision, tuple):
+        if not isinstance(self.precision, tuple) or len(set(self.precision)) == 1:
             return self
         return dataclasses.replace(self, precision=self.precision[::-1])
 

@@ -11,7 +11,7 @@ import numpy as np
 from pallas_gemm.device import Device
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Pieces, Schedule, Triangle, unsplit
-from schedules.spec import ONLINE, parse, resolve
+from schedules.spec import ONLINE, is_table_of_all, parse, resolve
 
 Persistence = Literal["none", "static", "dynamic"]
 
@@ -327,6 +327,8 @@ class GemmConfig:
         grid, order, wanted = self.stacked_grid(problem), self.schedule, self.triangle(problem)
         if isinstance(order, str):
             try:
+                if not problem.in_groups and is_table_of_all(order, *grid):
+                    return ()
                 order = self._named_order(order, problem)
             except ValueError as error:
                 # Such as a grid with more rows than an entry of a table has bits for.

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -124,12 +125,12 @@ class Epilogue:
     up_bias: bool = False
     program: Program | None = None
 
-    @property
+    @functools.cached_property
     def is_identity(self) -> bool:
         """Whether the sum is only rounded."""
         return self == Epilogue(beta=self.beta)
 
-    @property
+    @functools.cached_property
     def operands(self) -> tuple[str, ...]:
         """The operands that it takes beside the factors, by their names and in their order."""
         # A number is one if only the running program knows it.
@@ -327,13 +328,13 @@ class Problem:
         values = self.m * (self.m + 1) // 2 if self.symmetric else self.m * self.n
         return 2 * self.sums * products * values * self.k
 
-    @property
+    @functools.cached_property
     def a_shape(self) -> tuple[int, ...]:
         """The shape of the left operand in memory."""
         matrix = (self.k, self.m) if self.transpose_a else (self.m, self.k)
         return matrix if self.shared_a else self._batched(matrix)
 
-    @property
+    @functools.cached_property
     def b_shape(self) -> tuple[int, ...]:
         """The shape of the right operand in memory."""
         matrix = (self.n, self.k) if self.transpose_b else (self.k, self.n)
@@ -341,7 +342,7 @@ class Problem:
             return (self.groups, *matrix)
         return matrix if self.shared_b else self._batched(matrix)
 
-    @property
+    @functools.cached_property
     def out_shape(self) -> tuple[int, ...]:
         """The shape of the result."""
         rows, cols = self.kept or (self.m, self.n)
@@ -392,6 +393,21 @@ class Problem:
     def stored_dtypes(self) -> tuple[np.dtype, ...]:
         """Types of what passes through store slots: results, and operands in slots of their own."""
         return (*self.result_dtypes, *self.own_dtypes)
+
+    @functools.cached_property
+    def bytes_of_each(self) -> int:
+        """Bytes of results and of what the epilogue loads, for each element of the result."""
+        return sum(dtype.itemsize for dtype in (*self.result_dtypes, *self.loaded_dtypes))
+
+    @functools.cached_property
+    def moved_bytes(self) -> int:
+        """Bytes that any way of computing it moves: operands, residual and result once."""
+        rights = 0 if self.symmetric == "gram" else self.sums
+        return (
+            math.prod(self.a_shape) * self.a_dtype.itemsize
+            + math.prod(self.b_shape) * self.b_dtype.itemsize * rights
+            + math.prod(self.out_shape) * self.bytes_of_each
+        )
 
     @property
     def residual_shape(self) -> tuple[int, ...]:

@@ -31,7 +31,7 @@ import re
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 
-from schedules import _public
+from schedules import _check, _public
 from schedules.dies import by_die
 from schedules.hilbert import clipped_hilbert, hilbert
 from schedules.online import OnlineSchedule, online_raster, online_swizzle
@@ -135,6 +135,23 @@ def resolve(spec: str, rows: int, cols: int) -> Schedule | OnlineSchedule:
     """
     builder = parse(spec)
     return (builder.online or builder.table)(rows, cols)
+
+
+def is_table_of_all(spec: str, rows: int, cols: int) -> bool:
+    """Whether `spec` names a table of all tiles of a grid, which takes long to make.
+
+    False of arithmetic, and where a name has others in it: only the order itself tells then.
+
+    >>> is_table_of_all("swizzle:8", 4, 4), is_table_of_all("triangle:hilbert", 4, 4)
+    (True, False)
+
+    Raises:
+        ValueError: As for `build`.
+    """
+    is_whole = not parse(spec).is_online and spec.partition(":")[0] in BUILDERS
+    if is_whole:
+        _check.grid_size(rows, cols)
+    return is_whole
 
 
 @functools.lru_cache(maxsize=256, typed=True)

@@ -99,7 +99,7 @@ class Contraction:
         """The dimensions that are summed over, in the order of the left operand."""
         return "".join(x for x in self.lhs if x in self.rhs and x not in self.out)
 
-    @property
+    @functools.cached_property
     def swapped(self) -> "Contraction":
         """The same product with the operands in the other order."""
         return Contraction(self.rhs, self.lhs, self.out, lettered=self.lettered)

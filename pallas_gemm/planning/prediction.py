@@ -145,7 +145,7 @@ def seconds(
         step = max(step, lost + math.sqrt(lost * (lost + idle / steps)))
     clock_hz = device.machine.clock_hz * (1 - POWER_SHARE * min(1.0, used / step))
     busy = (steps * step + idle) / clock_hz
-    moved = problem_bytes(problem) + PARTS_OF_SECTORS * _bytes_in_parts(problem, device)
+    moved = problem.moved_bytes + PARTS_OF_SECTORS * _bytes_in_parts(problem, device)
     memory = moved / (MEMORY_SHARE * device.machine.dram_bytes_per_second)
     both = (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
     joining = 0.0 if at_least else _join_cycles(problem, config, loops[-1], device)
@@ -200,7 +200,7 @@ def _between_tiles(problem: Problem, config: GemmConfig, stored: int, multiplied
     """
     program = problem.epilogue.program
     sums_exp = EXP_CYCLES * stored if program is not None and program.sums_exp else 0.0
-    if not _stored_bytes(problem):
+    if not problem.bytes_of_each:
         reduced = stored * _reduced_cycles(problem)
         if config.overlap == "turns":
             return REDUCED_IN_TURNS_CYCLES + max(0.0, reduced - multiplied)
@@ -208,9 +208,9 @@ def _between_tiles(problem: Problem, config: GemmConfig, stored: int, multiplied
     if config.overlap == "late":
         return sums_exp + (MIRRORED_STORE_CYCLES if problem.symmetric else LATE_STORE_CYCLES)
     by_threads = problem.out_shape[-1] * problem.out_dtype.itemsize % ROW_BYTES > 0
-    store = (LINES_CYCLES if by_threads else STORE_CYCLES) * stored * _stored_bytes(problem)
+    store = (LINES_CYCLES if by_threads else STORE_CYCLES) * stored * problem.bytes_of_each
     if config.overlap == "turns":
-        more = max(0, _stored_bytes(problem) - USUAL_BYTES)
+        more = max(0, problem.bytes_of_each - USUAL_BYTES)
         if problem.loaded_dtypes:
             chunks = math.ceil(config.tile[1] / config.store_columns)
             store = max(store, LOADED_CYCLES * chunks)
@@ -325,18 +325,8 @@ def epilogue_seconds(problem: Problem, realigned: Realigned, device: Device) -> 
 
 def program_seconds(problem: Problem, device: Device) -> float:
     """Predicts the time of the pass in which XLA applies a program to float32 sums."""
-    each = 2 * problem.accumulator_dtype.itemsize + _stored_bytes(problem)
+    each = 2 * problem.accumulator_dtype.itemsize + problem.bytes_of_each
     return pass_seconds(math.prod(problem.out_shape) * each, device)
-
-
-def problem_bytes(problem: Problem) -> int:
-    """Bytes that any way of computing a problem moves: operands, residual and result once."""
-    rights = 0 if problem.symmetric == "gram" else problem.sums
-    return (
-        math.prod(problem.a_shape) * problem.a_dtype.itemsize
-        + math.prod(problem.b_shape) * problem.b_dtype.itemsize * rights
-        + math.prod(problem.out_shape) * _stored_bytes(problem)
-    )
 
 
 def _bytes_in_parts(problem: Problem, device: Device) -> int:
@@ -347,8 +337,3 @@ def _bytes_in_parts(problem: Problem, device: Device) -> int:
         if row % ROW_BYTES == 0 and row % SECTOR_BYTES and rows * row > device.machine.l2_bytes:
             total += rows * row
     return total
-
-
-def _stored_bytes(problem: Problem) -> int:
-    """Bytes of results and of what the epilogue loads, for each element of the result."""
-    return sum(dtype.itemsize for dtype in (*problem.result_dtypes, *problem.loaded_dtypes))

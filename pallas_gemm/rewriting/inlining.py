@@ -11,7 +11,7 @@ from typing import Any
 
 from jax.extend import core
 
-from pallas_gemm.kernels.functions.split import ELEMENTWISE
+from pallas_gemm.kernels.functions.axes import ELEMENTWISE
 from pallas_gemm.rewriting import kinds
 from pallas_gemm.rewriting.elementwise import is_elementwise, variables
 

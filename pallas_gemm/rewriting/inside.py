@@ -16,8 +16,7 @@ from typing import Any, Self
 import numpy as np
 
 from pallas_gemm.kernels.element_types import FLOATS
-from pallas_gemm.kernels.functions.axes import MOVES, TURN
-from pallas_gemm.kernels.functions.split import ELEMENTWISE, REDUCTIONS
+from pallas_gemm.kernels.functions.axes import ELEMENTWISE, MOVES, REDUCTIONS, TURN
 from pallas_gemm.rewriting import exponentials
 from pallas_gemm.rewriting.elementwise import EXACT, bytes_of, is_elementwise, variables
 from pallas_gemm.rewriting.level import Level, is_stored_by

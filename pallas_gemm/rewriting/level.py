@@ -24,11 +24,13 @@ class Level:
     Attributes:
         jaxpr: The function.
         results: The variables that the function returns.
+        given: The variables that it is given, constants first, each with its place among them.
     """
 
     def __init__(self, jaxpr: core.Jaxpr, equations: Sequence[Any]) -> None:
         self.jaxpr = jaxpr
         self.results = {x for x in jaxpr.outvars if isinstance(x, core.Var)}
+        self.given = {x: i for i, x in enumerate((*jaxpr.constvars, *jaxpr.invars))}
         self._equations: dict[float, Any] = {GAP * i: own for i, own in enumerate(equations)}
         self._place = {id(equation): place for place, equation in self._equations.items()}
         self._maker: dict[Any, Any] = {}
@@ -64,6 +66,10 @@ class Level:
     def place(self, equation: Any) -> float:
         """Returns where an equation stands."""
         return self._place[id(equation)]
+
+    def is_argument(self, x: Any) -> bool:
+        """Whether a value is an argument of the function, and no constant."""
+        return self.given.get(x, -1) >= len(self.jaxpr.constvars)
 
     def maker(self, x: Any) -> Any:
         """Returns the equation that makes a value; None if it is given."""
@@ -240,7 +246,7 @@ def _is_in_order(equations: Sequence[Any]) -> bool:
 
 def variables(equation: Any) -> list[Any]:
     """Returns the values that an equation reads, without numbers."""
-    return [x for x in equation.invars if isinstance(x, core.Var)]
+    return [x for x in equation.invars if type(x) is not core.Literal]
 
 
 def renamed(
@@ -277,7 +283,7 @@ def called(equation: Any) -> core.Jaxpr | None:
 
 def is_stored_by(equation: Any) -> bool:
     """Whether an equation has its operands and results in memory."""
-    inner = called(equation)
+    inner = called(equation) if equation.primitive.name in flat.CALLS else None
     if inner is None:
         return kinds.is_apart(equation)
     if inner not in _STORED_BY:

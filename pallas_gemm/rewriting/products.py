@@ -79,9 +79,10 @@ class How:
 
     def once(self, question: Hashable, answer: Callable[[], Any]) -> Any:
         """Returns the answer to a question, for which a function is called once."""
-        if question not in self.known:
-            self.known[question] = answer()
-        return self.known[question]
+        found = self.known.get(question, self)
+        if found is self:
+            found = self.known[question] = answer()
+        return found
 
     def _alone(self, call: Call, dims: Contraction, signature: Signature) -> Alone:
         own, operands, form = merged(call.with_target(self.device), dims, signature)
@@ -128,7 +129,7 @@ class Dense:
         """The axes of the result that are the left operand's."""
         return tuple(map(self.dims.out.index, self.dims.rows))
 
-    @property
+    @functools.cached_property
     def swapped(self) -> "Dense":
         """The same product with the operands in the other order."""
         call = self.call.with_swapped_precision()
@@ -144,7 +145,7 @@ class Dense:
         dims = dataclasses.replace(own.dims, out=out)
         return dataclasses.replace(own, dims=dims, order=tuple(map(self.dims.out.index, out)))
 
-    @property
+    @functools.cached_property
     def in_order(self) -> "Dense":
         """The same with the dimensions of the left operand first in the result, if that can be."""
         dims = self.dims
@@ -236,6 +237,18 @@ def _is_split_by_type(aval: Any) -> bool:
 
 def dense(equation: Any, how: How) -> Dense | str:
     """Returns a `dot_general` as a kernel could compute it, or why it stays JAX's."""
+    factors, (out,), params = tuple(equation.invars), equation.outvars, equation.params
+    numbers = normal_dimension_numbers(params["dimension_numbers"])
+    question = avals_of(factors), out.aval, numbers, precision_of(equation)
+    answer = how.once(question, functools.partial(_dense, equation, how))
+    if isinstance(answer, str):
+        return answer
+    call, dims, alone = answer
+    return Dense(call, dims, factors, out, *alone)
+
+
+def _dense(equation: Any, how: How) -> tuple[Call, Contraction, Alone] | str:
+    """Returns the same without the operands: equal products have it in common."""
     if why := _why_left(equation):
         return why
     call, dims = dense_of(equation)
@@ -243,11 +256,8 @@ def dense(equation: Any, how: How) -> Dense | str:
     if math.prod(shape[dims.lhs.index(x)] for x in dims.contracted) == 1:
         return "one element is contracted, which XLA multiplies in the pass of what follows"
     call = dataclasses.replace(call, options=how.options)
-    seconds, left, refused = how.alone(call, dims, signature_of(avals_of(equation.invars)))
-    if seconds is None:
-        return str(left)
-    factors, out = tuple(equation.invars), equation.outvars[0]
-    return Dense(call, dims, factors, out, seconds, left, refused)
+    alone = how.alone(call, dims, signature_of(avals_of(equation.invars)))
+    return str(alone.left) if alone.seconds is None else (call, dims, alone)
 
 
 SLOWER = 1.05

@@ -8,13 +8,14 @@ So a value that is stored in 16 bits is rounded first if something reads both it
 reduced to. If nothing does, as with the gradient of a bias, the sum is of float32 values.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import numpy as np
 
 from pallas_gemm.kernels.element_types import FLOATS_16
-from pallas_gemm.kernels.functions.split import REDUCTIONS
+from pallas_gemm.kernels.functions.axes import REDUCTIONS
 from pallas_gemm.op.product import product_p
 from pallas_gemm.rewriting import kinds
 from pallas_gemm.rewriting.elementwise import variables
@@ -22,8 +23,8 @@ from pallas_gemm.rewriting.inside import OF_ORDER
 from pallas_gemm.rewriting.level import Level, is_stored_by
 from pallas_gemm.rewriting.regions import Region
 
-MOST = 512
-"""Operations that are looked at after one value, at most. More may read anything."""
+NEAR, MOST = 32, 512
+"""Operations that are looked at after one value: at first, and at most. More may read anything."""
 PRODUCTS = kinds.DOTS | {product_p.name, "conv_general_dilated"}
 """Each element of their results is a sum, and the rounding of one summand counts for little."""
 EACH = "optimization_barrier"
@@ -39,14 +40,17 @@ def rounded_of(level: Level, region: Region) -> frozenset[Any]:
     """
     stored = list(filter(_is_short, region.results))
     reductions = [e for e in region.inside if e.primitive.name in REDUCTIONS]
+    if not stored or not reductions:
+        return frozenset()
+    parts = _parts(region)
     reduced = {x for e in reductions for x in e.outvars}
     found: set[Any] = set()
-    for equation in reductions if stored else ():
-        above = _above(region, variables(equation))
+    for equation in reductions:
+        above = _of_all(parts, variables(equation))
         if equation.primitive.name in OF_ORDER:
             found |= above.intersection(stored)
         for x in stored:
-            both = _last(region, filter(_is_short, above & _above(region, [x])))
+            both = _last(parts, filter(_is_short, above & parts.get(x, set())))
             if not both <= found and _meet(level, equation.outvars[0], x, reduced):
                 found |= both
     return frozenset(found)
@@ -56,24 +60,24 @@ def _is_short(x: Any) -> bool:
     return np.dtype(x.aval.dtype) in FLOATS_16
 
 
-def _above(region: Region, values: Iterable[Any]) -> set[Any]:
-    """Returns some values, and those of the products that they are made of."""
-    made = set(region.products)
+def _parts(region: Region) -> dict[Any, set[Any]]:
+    """Returns the products, and what is made of them: each with those of these it is made of."""
+    parts = {x: {x} for x in region.products}
     for equation in region.inside:
-        if not made.isdisjoint(variables(equation)):
-            made.update(equation.outvars)
-    wanted = set(values)
-    for equation in reversed(region.inside):
-        if not wanted.isdisjoint(equation.outvars):
-            wanted.update(variables(equation))
-    return wanted & made
+        own = _of_all(parts, variables(equation))
+        if own:
+            parts |= {x: own | {x} for x in equation.outvars}
+    return parts
 
 
-def _last(region: Region, values: Iterable[Any]) -> set[Any]:
+def _of_all(parts: Mapping[Any, set[Any]], values: Iterable[Any]) -> set[Any]:
+    return set().union(*(parts[x] for x in values if x in parts))
+
+
+def _last(parts: Mapping[Any, set[Any]], values: Iterable[Any]) -> set[Any]:
     """Returns those of some values that no other one of them is made of."""
     every = set(values)
-    before = (_above(region, [x]) - {x} for x in every)
-    return every.difference(*before)
+    return every.difference(*(parts[x] - {x} for x in every))
 
 
 def _meet(level: Level, total: Any, x: Any, reduced: Collection[Any]) -> bool:
@@ -85,35 +89,43 @@ def _meet(level: Level, total: Any, x: Any, reduced: Collection[Any]) -> bool:
         x: A value that the kernel stores.
         reduced: All results of reductions in the kernel: they do not follow from what is stored.
     """
-    of_total, of_x = _after(level, total, ()), _after(level, x, reduced)
-    if of_total is None or of_x is None:
+    for most in (NEAR, MOST):
+        of_total, total_ends = _after(level, total, (), most)
+        of_x, x_ends = _after(level, x, reduced, most)
+        if _are_read_together(level, of_total, of_x):
+            return True
+        if total_ends and x_ends:
+            return False
+    return True
+
+
+def _are_read_together(level: Level, some: AbstractSet[Any], others: AbstractSet[Any]) -> bool:
+    if not some.isdisjoint(level.results) and not others.isdisjoint(level.results):
         return True
-    if not of_total.isdisjoint(level.results) and not of_x.isdisjoint(level.results):
-        return True
-    for own in of_total:
+    for own in some:
         for reader in level.readers(own):
             if reader.primitive.name in PRODUCTS or reader.primitive.name == EACH:
                 continue
-            if any(y in of_x for y in variables(reader) if y is not own):
+            if any(y in others for y in variables(reader) if y is not own):
                 return True
     return False
 
 
-def _after(level: Level, x: Any, ends: Collection[Any]) -> set[Any] | None:
-    """Returns a value and what follows from it before it is multiplied; None if that is much."""
+def _after(level: Level, x: Any, ends: Collection[Any], most: int) -> tuple[set[Any], bool]:
+    """Returns a value and what follows from it before it is multiplied, and if that is all."""
     found, queue, count = {x}, [x], 0
-    while queue:
-        own = queue.pop()
+    for own in queue:
         for reader in level.readers(own):
             count += 1
-            if count > MOST:
-                return None
+            if count > most:
+                return found, False
+            made = reader.outvars
             if reader.primitive.name == EACH:
-                pairs = zip(reader.invars, reader.outvars, strict=True)
-                made = {y for given, y in pairs if given is own}
-            else:
-                made = set() if is_stored_by(reader) else set(reader.outvars)
-            made -= found.union(ends)
-            found |= made
-            queue += made
-    return found
+                pairs = zip(reader.invars, made, strict=True)
+                made = [y for given, y in pairs if given is own]
+            elif is_stored_by(reader):
+                continue
+            more = [y for y in made if y not in found and y not in ends]
+            found.update(more)
+            queue += more
+    return found, True

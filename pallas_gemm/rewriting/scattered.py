@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.extend import core
 
-from pallas_gemm.kernels.functions.split import ELEMENTWISE
+from pallas_gemm.kernels.functions.axes import ELEMENTWISE
 from pallas_gemm.rewriting.level import renamed, variables
 
 MODE = lax.GatherScatterMode

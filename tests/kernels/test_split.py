@@ -208,6 +208,7 @@ def test_the_parts_compute_the_function(case: tuple[Any, tuple[Any, ...], str, s
     # Whole arrays in the type in which they are loaded, and others in that of the program.
     types = [own.loaded if own.kind == "mn" else own.dtype for own in taken]
     assert [x.dtype for x in prepared] == types
+    assert [(x.shape, x.dtype) for x in parts.types()] == [(x.shape, x.dtype) for x in prepared]
     prepared = [x.reshape(wide[own.kind]) for x, own in zip(prepared, taken, strict=True)]
     computed = epilogues.run(parts.program, [s], prepared)
     found = parts.finished(given, computed)
@@ -334,7 +335,8 @@ def test_scores_that_are_transposed(
     given = [r, jnp.asarray(rng.random(mask) < 0.7)]
     # What the kernel computes for each matrix of the batch.
     wide = {"m": (-1, 12, 1), "n": (-1, 1, 5), "mn": (-1, 12, 5)}
-    every = zip(parts.prepared(given), parts.program.operands, strict=True)
+    every = zip(prepared := parts.prepared(given), parts.program.operands, strict=True)
+    assert [(x.shape, x.dtype) for x in parts.types()] == [(x.shape, x.dtype) for x in prepared]
     taken = [x.reshape(wide[own.kind]) for x, own in every]
     each = [
         epilogues.run(parts.program, [s[i].reshape(12, 5)], [x[i % len(x)] for x in taken])

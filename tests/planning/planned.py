@@ -184,4 +184,4 @@ def _lines(own: Asked, decision: Decision) -> Iterator[str]:
         ),
     }
     yield ", ".join(f"{name} {_us(seconds)}" for name, seconds in parts.items() if seconds)
-    yield f"moves {prediction.problem_bytes(problem)} bytes at least, {realigned.bytes} in passes"
+    yield f"moves {problem.moved_bytes} bytes at least, {realigned.bytes} in passes"

@@ -1,5 +1,6 @@
 """The operations around a product that a kernel could compute with it."""
 
+import functools
 from typing import Any
 
 import jax
@@ -148,3 +149,20 @@ def test_a_broadcast_within_an_operation_ends_a_region() -> None:
 
     region = region_of(_inside(program, (256, 64), (64,)))
     assert _names(region) == {"sqrt", "broadcast_in_dim"}
+
+
+def test_operands_that_one_operation_makes_are_in_its_order() -> None:
+    def program(x: Any, w: Any, p: Any, q: Any) -> Any:
+        a, b = lax.sort((p, q), num_keys=2)
+        return lax.dot(x, w) * b + a
+
+    like, known = jax.ShapeDtypeStruct, jnp.float32
+    given = [like(shape, known) for shape in ((256, 64), (64, 128), SHAPE, SHAPE)]
+    # Sets of what was just traced have another order each time.
+    for _ in range(16):
+        jaxpr = jax.make_jaxpr(functools.partial(program))(*given)
+        (dot,) = (e for e in jaxpr.eqns if e.primitive.name == "dot_general")
+        (sort,) = (e for e in jaxpr.eqns if e.primitive.name == "sort")
+        region = region_of(Inside(Level(jaxpr, jaxpr.eqns), (dot.outvars[0],), exact=False))
+        assert region is not None
+        assert region.operands == tuple(sort.outvars)

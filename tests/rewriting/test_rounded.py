@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.extend import core
 
-from pallas_gemm.rewriting import folds
+from pallas_gemm.rewriting import folds, rounded
 from tests.reference import normal
 from tests.rewriting.test_folds import BF16, rewritten
 from tests.rewriting.test_walk import assert_same
@@ -104,3 +104,38 @@ def test_a_common_part_of_what_is_stored_and_added_up_is_rounded() -> None:
 
     stored, total = _ours(f, *_odd())
     assert_same(total, -jnp.sum(stored.astype(jnp.float32), -1))
+
+
+@pytest.mark.parametrize("near", [1, 6, rounded.MOST])
+def test_it_is_rounded_however_far_what_reads_both_is(
+    near: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounded, "NEAR", near)
+
+    def f(x: Any, w: Any) -> Any:
+        z = x @ w
+        total = jnp.sum(z.astype(jnp.float32), -1, keepdims=True)
+        for _ in range(8):
+            total = total / 2
+        return z @ w.T, z.astype(jnp.float32) - total * 2
+
+    _, difference = _ours(f, *_odd())
+    assert not jnp.any(difference)
+
+
+@pytest.mark.parametrize(("most", "summand"), [(1, 256), (rounded.MOST, 257)])
+def test_what_is_too_much_to_look_at_may_read_both(
+    most: int, summand: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rounded, "NEAR", 1)
+    monkeypatch.setattr(rounded, "MOST", most)
+
+    def f(x: Any, w: Any) -> Any:
+        z = x @ w
+        total = jnp.sum(z.astype(jnp.float32), 0)
+        for _ in range(8):
+            total = -total
+        return z @ w.T, total
+
+    _, total = _ours(f, *_odd())
+    assert_same(total, jnp.full((128,), 64 * summand, jnp.float32))

@@ -15,6 +15,7 @@ from schedules import (
     resolve,
     swizzle,
 )
+from schedules.spec import is_table_of_all
 
 GRID = (7, 10)
 
@@ -97,3 +98,25 @@ def test_the_arithmetic_twin_has_the_same_name() -> None:
 def test_errors_name_the_spec_and_what_is_legal(spec: str, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         parse(spec)
+
+
+@pytest.mark.parametrize("spec", [*BUILDERS, "swizzle:3:cols", "nested_swizzle:4x3:rows"])
+@pytest.mark.parametrize("grid", [(1, 1), GRID, (64, 1), (3, 129)])
+def test_a_table_of_all_tiles_is_known_before_it_is_made(spec: str, grid: tuple[int, int]) -> None:
+    assert is_table_of_all(spec, *grid)
+    made = build(spec, *grid)
+    assert (made.grid, made.triangle, made.is_online) == (grid, None, False)
+
+
+@pytest.mark.parametrize("spec", ["online_swizzle:2", "by_die:2:raster", "triangle:raster"])
+def test_other_orders_have_to_be_made(spec: str) -> None:
+    assert not is_table_of_all(spec, *GRID)
+
+
+@pytest.mark.parametrize(("spec", "grid"), [("swizzle:2", (65_536, 1)), ("swizle", GRID)])
+def test_errors_are_those_of_making_it(spec: str, grid: tuple[int, int]) -> None:
+    with pytest.raises(ValueError, match=r"must be at most|did you mean") as made:
+        build(spec, *grid)
+    with pytest.raises(ValueError, match=r"must be at most|did you mean") as found:
+        is_table_of_all(spec, *grid)
+    assert str(found.value) == str(made.value)

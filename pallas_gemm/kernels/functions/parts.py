@@ -10,7 +10,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -48,11 +48,13 @@ class Split:
     axes: Mapping[int, str]
     left: str
 
-    def types(self) -> list[jax.ShapeDtypeStruct]:
-        """Returns the types of the kernel's operands."""
-        given = [self.flat.types[number] for number in self.flat.inputs[self.program.sums :]]
-        shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in given]
-        return jax.eval_shape(lambda *x: self.prepared(x), *shapes)
+    def types(self) -> Iterator[jax.ShapeDtypeStruct]:
+        """Yields the types of the kernel's operands."""
+        every = zip(self.operands, self.letters, self.program.operands, strict=True)
+        for number, letters, own in every:
+            shape = self.names.merged(own.kind, letters, self._shape(letters))
+            stored = self.flat.types[vectors.narrow(self.flat, number)].dtype
+            yield jax.ShapeDtypeStruct(shape, own.loaded if own.kind == "mn" else stored)
 
     def prepared(self, given: Sequence[Any]) -> list[Any]:
         """Computes the kernel's operands, as matrices and vectors, of those of the function."""

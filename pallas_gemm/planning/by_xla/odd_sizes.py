@@ -22,7 +22,6 @@ import math
 
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.element_types import SINGLE
-from pallas_gemm.planning import prediction
 from pallas_gemm.problem import ROW_BYTES, Problem
 
 TILES = ((16, 64), (32, 64), (64, 64), (64, 128), (128, 64), (128, 128))
@@ -98,7 +97,7 @@ def seconds(problem: Problem, device: Device) -> float:
         is_short = problem.m > FEW_ROWS and min(problem.n, problem.k) <= SHORT
         if problem.batch > 1 and is_short:
             return _of_a_batch(problem, device, BATCH_ODD if is_odd else 1)
-    moved = prediction.problem_bytes(problem)
+    moved = problem.moved_bytes
     memory = moved / (MEMORY_BYTES * (ODD_BYTES if is_odd else 1))
     total = LEAST_SECONDS + max(_multiplying(problem, device, flops, PIECES), memory)
     if problem.batch == 1 and not problem.transpose_a:
@@ -126,7 +125,7 @@ def _of_few_columns(problem: Problem, moved: int) -> float:
 def _of_a_batch(problem: Problem, device: Device, share: float) -> float:
     """Predicts the time of a batch of products with short sums."""
     bandwidth = BATCH_BYTES[4 if problem.out_dtype.itemsize > 2 else 2]
-    memory = prediction.problem_bytes(problem) / bandwidth
+    memory = problem.moved_bytes / bandwidth
     multiplying = _multiplying(problem, device, BATCH_FLOPS, (1,))
     return BATCH_SECONDS + math.hypot(multiplying, memory) / share
 
@@ -147,7 +146,7 @@ def _of_light_work(problem: Problem, device: Device, *, is_odd: bool) -> float:
     width = problem.a_dtype.itemsize
     flops = LIGHT_SINGLE if problem.a_dtype == SINGLE else LIGHT_FLOPS[is_odd]
     multiplying = _multiplying(problem, device, flops, (1,), LIGHT_POWER)
-    memory = prediction.problem_bytes(problem) / LIGHT_BYTES[width]
+    memory = problem.moved_bytes / LIGHT_BYTES[width]
     return LIGHT_SECONDS + math.hypot(multiplying, memory)
 
 

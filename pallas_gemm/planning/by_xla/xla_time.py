@@ -204,7 +204,7 @@ def _blocks_seconds(problem: Problem, device: Device) -> float:
 def _seconds(problem: Problem, device: Device, *, of_terms: bool = False) -> float:
     if problem.k == 1 and not problem.in_groups:
         # It is no product for XLA: one pass multiplies elements, with all that follows.
-        return pass_seconds(prediction.problem_bytes(problem), device)
+        return pass_seconds(problem.moved_bytes, device)
     if problem.terms:
         each = [dataclasses.replace(problem, k=k, terms=()) for k in problem.terms]
         passes = (len(each) + 1) * math.prod(problem.out_shape) * problem.out_dtype.itemsize
@@ -266,7 +266,7 @@ def _sum_seconds(problem: Problem, device: Device, *, of_terms: bool) -> float:
     if not transposes(problem):
         return _cublas_seconds(problem, device, of_terms=of_terms)
     multiply = problem.flops / problem.sums / (AS_STORED_FLOPS * device.sms)
-    memory = prediction.problem_bytes(_alone(problem)) / AS_STORED_BYTES
+    memory = _alone(problem).moved_bytes / AS_STORED_BYTES
     as_stored = LAUNCH_SECONDS + _norm(multiply, memory)
     return min(_turned_seconds(problem, device), as_stored)
 
@@ -363,7 +363,7 @@ def _fastest(own: _Kernels, problem: Problem, device: Device) -> float:
 def _beside_memory(busy: Any, problem: Problem, device: Device) -> Any:
     """Returns how long it takes to multiply, and to move operands and results meanwhile."""
     bandwidth = MEMORY_SHARE * device.machine.dram_bytes_per_second
-    return _norm(busy, prediction.problem_bytes(_alone(problem)) / bandwidth)
+    return _norm(busy, _alone(problem).moved_bytes / bandwidth)
 
 
 def _norm(busy: Any, memory: float) -> Any:
