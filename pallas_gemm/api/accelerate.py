@@ -185,15 +185,16 @@ class _Accelerated:
                 raise _NotTracedError("it changes its arguments in place")
             return result
 
-        try:
-            traced = jax.jit(run).trace(*arrays)
-        except _NotTracedError:
-            raise
-        except Exception as error:
-            words = str(error).strip().partition("\n")[0]
-            raise _NotTracedError(f"it cannot be traced: {words}") from error
-        program = traced.jaxpr
-        new = self._rewritten(program, static)
+        with garbage.uncollected():
+            try:
+                traced = jax.jit(run).trace(*arrays)
+            except _NotTracedError:
+                raise
+            except Exception as error:
+                words = str(error).strip().partition("\n")[0]
+                raise _NotTracedError(f"it cannot be traced: {words}") from error
+            program = traced.jaxpr
+            new = self._rewritten(program, static)
         # Constants come first, and values of traces around this one, which the function reads.
         captured, _ = traced.closure_convert()
         given = (*captured, *arrays)
@@ -210,8 +211,7 @@ class _Accelerated:
         """Returns a program with our products; as it is if it cannot be rewritten."""
         how = How(static.device, static.named, **self._how)
         try:
-            with garbage.uncollected():
-                new, found = Rewriter(how).rewritten(program)
+            new, found = Rewriter(how).rewritten(program)
         except Exception as error:
             self._warn(f"{type(error).__name__}: {error}")
             new, found = program, ()

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import gc
 from typing import Any
 
 import jax
@@ -238,3 +239,34 @@ def test_an_object_with_arrays_is_an_argument(x: Any) -> None:
 def test_what_is_not_legal_is_refused(how: Any, error: type[Exception], words: str) -> None:
     with pytest.raises(error, match=words):
         accelerate(**{"f": jnp.sin, **how})
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_no_garbage_is_collected_while_a_function_is_traced_and_as_ever_afterwards(
+    collects: bool, x: Any
+) -> None:
+    seen = []
+
+    def f(x: Any) -> Any:
+        seen.append(gc.isenabled())
+        return x @ x
+
+    def failing(x: Any) -> Any:
+        seen.append(gc.isenabled())
+        raise ArithmeticError
+
+    def traced(f: Any) -> None:
+        jax.jit(accelerate(f)).trace(x)
+        seen.append(gc.isenabled())
+
+    if not collects:
+        gc.disable()
+    try:
+        with target("h200"):
+            traced(f)
+            with pytest.raises(ArithmeticError):
+                traced(failing)
+    finally:
+        gc.enable()
+    # What fails is called again, as it is.
+    assert seen == [False, collects, False, collects]
