@@ -109,10 +109,9 @@ class GemmConfig:
 
     @property
     def overlap(self) -> Literal["late", "turns", "other"]:
-        """The work that a CTA multiplies while a tile is stored, where planning tells modes apart.
+        """What is multiplied while a tile is stored, where planning tells modes apart.
 
-        "late": its next tile, during whose first steps the same consumers store. "turns": the tile
-        of the consumer whose turn it is. "other": whatever else.
+        "late": the next tile of its consumers. "turns": the tile of the other consumer.
         """
         return "other"
 
@@ -179,8 +178,7 @@ class GemmConfig:
         if not problem.symmetric:
             return None
         tile, cluster = self.out_tile(problem), self.cluster
-        whole = tile[0] * cluster[0], tile[1] * cluster[1]
-        return Triangle(self.grid(problem)[0], whole)
+        return Triangle(self.grid(problem)[0], (tile[0] * cluster[0], tile[1] * cluster[1]))
 
     def tiles(self, problem: Problem) -> int:
         """How many cluster tiles of the whole batch are computed."""
@@ -332,8 +330,8 @@ class GemmConfig:
                 order = self._named_order(order, problem)
             except ValueError as error:
                 # Such as a grid with more rows than an entry of a table has bits for.
-                stacked = f"; rows are those of a batch of {problem.batch}"
-                return (f"schedule: {error}{stacked if problem.batch > 1 else ''}",)
+                batch = f"; rows are those of a batch of {problem.batch}" * (problem.batch > 1)
+                return (f"schedule: {error}{batch}",)
         elif order.grid != grid:
             return (f"schedule must be made for the grid {grid}, got {order.grid}",)
         elif problem.in_groups and not order.is_online:

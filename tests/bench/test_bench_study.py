@@ -525,7 +525,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(
     monkeypatch.setattr(tune.targeting, "first_gpu", lambda: H200)
     monkeypatch.setattr(tune, "KernelMeter", MadeUpGpu)
     monkeypatch.setattr(tune.workers, "Workers", Here)
-    monkeypatch.setattr(tune.shapes, "suite", lambda _: suite)
+    monkeypatch.setattr(tune.random_suite.suites, "suite", lambda _: suite)
     values = flags.FlagValues()
     tune.define_flags(values)
     values(["tune", "--suites=any", f"--output={output}", f"--csv={rows}", "--most=2"])
@@ -535,7 +535,7 @@ def test_a_run_that_is_stopped_keeps_what_it_has(
     assert len(rows.read_text().splitlines()) == 2
     assert sorted(tmp_path.iterdir()) == [output, rows]
     # Going on leaves out what is there.
-    monkeypatch.setattr(tune.shapes, "suite", lambda _: suite[::2])
+    monkeypatch.setattr(tune.random_suite.suites, "suite", lambda _: suite[::2])
     values = flags.FlagValues()
     tune.define_flags(values)
     values(["tune", "--suites=any", "--resume", f"--output={output}", "--most=2"])

@@ -47,7 +47,10 @@ def test_the_kit_counts_every_element_and_those_that_differ(seed: int) -> None:
 
 def test_rows_of_a_result_are_found_where_they_lie() -> None:
     shapes, longer = [(4, 6), (6, 8), (4, 4), (9,)], [(5, 6), (6, 10), (5, 5), (9,)]
-    assert bits._axes(shapes, longer, 4) == [(0, 1), (1, 2), None, None]
+    types, others = (
+        [jax.ShapeDtypeStruct(x, jnp.float32) for x in some] for some in (shapes, longer)
+    )
+    assert bits._axes(types, others, 4) == [(0, 1), (1, 2), None, None]
 
 
 def test_both_of_two_that_should_be_alike_are_named() -> None:

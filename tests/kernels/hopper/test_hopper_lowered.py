@@ -38,8 +38,9 @@ def test_a_consumer_is_lowered_once_and_few_values_are_sorted(
     monkeypatch.setattr(store.plgpu, "inline_mgpu", noted)
     monkeypatch.setattr(layout_inference.ValueSite, "__str__", noted_name)
     offline.exported(run, operand, operand)
-    # A tile is taken apart into strips, each of which has its logistic function, and into chunks.
-    assert len(lowered) == 2 + 128 // LATE_STRIP
+    # Nothing moves before the wait for sums. A tile is taken apart into strips, each of which has
+    # its logistic function, and into chunks.
+    assert len(lowered) == 3 + 128 // LATE_STRIP
     # To name a value JAX prints its operation, and numbers all others: 71 where slices are taken.
     assert len(named) < 40
 
