@@ -109,7 +109,7 @@ class GemmConfig:
 
     @property
     def overlap(self) -> Literal["late", "turns", "other"]:
-        """What is multiplied while a tile is stored, where planning tells modes apart.
+        """The work that a CTA does while a tile is stored, where planning tells modes apart.
 
         "late": the next tile of its consumers. "turns": the tile of the other consumer.
         """
