@@ -1,5 +1,7 @@
 """What reads a sum too early, in PTX written for it and in kernels."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import pytest
@@ -44,9 +46,10 @@ def test_a_loop_reads_what_its_last_round_wrote() -> None:
     assert early("$L1:", ADD, WGMMA, ALL, "@%p1 bra $L1;") == []
 
 
+@pytest.mark.parametrize(("k", "precision"), [(96, None), (192, "BF16_BF16_F32_X3")])
 @pytest.mark.parametrize(("rows", "keeps_order"), [(64, True), (72, False)])
 def test_the_compiler_would_read_sums_early(
-    rows: int, keeps_order: bool, monkeypatch: pytest.MonkeyPatch
+    rows: int, keeps_order: bool, k: int, precision: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without what keeps it from that, it takes the sign of sums before they are complete."""
     if not keeps_order:
@@ -55,9 +58,9 @@ def test_the_compiler_would_read_sums_early(
 
     def f(a: jax.Array, b: jax.Array) -> jax.Array:
         how = {"activation": "sigmoid", "transpose_b": True, "implementation": "hopper"}
-        return pallas_gemm.gemm(a, b, **how)
+        return pallas_gemm.gemm(a, b, precision=precision, **how)
 
-    operands = [jax.ShapeDtypeStruct((x, 96), jnp.float32) for x in (rows, 64)]
+    operands = [jax.ShapeDtypeStruct((x, k), jnp.float32) for x in (rows, 64)]
     with pallas_gemm.target("h200"):
         reports = offline.compile_reports(f, *operands, target="h200")
     (ptx,) = (own.ptx for own in reports if "wgmma" in own.ptx)
