@@ -111,7 +111,7 @@ class GemmConfig:
     def overlap(self) -> Literal["late", "turns", "other"]:
         """The work that a CTA does while a tile is stored, where planning tells modes apart.
 
-        "late": the next tile of its consumers. "turns": the tile of the other consumer.
+        "late": its consumers' next tile; "turns": the other consumer's; "other": whatever else.
         """
         return "other"
 

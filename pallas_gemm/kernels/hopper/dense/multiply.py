@@ -108,7 +108,10 @@ def add_up(
 def add_up_whole(
     cta: Cta, me: Scalar, steps: Steps, stores: Stores, before: Values | None = None
 ) -> tuple[Any, Any]:
-    """Does the same in one part."""
+    """Does the same in one part.
+
+    LLVM knows no wait for WGMMA. A fence keeps it from moving what computes with the sum before it.
+    """
     plan = cta.plan
     if before is not None and not plan.simulated:
 
@@ -121,7 +124,6 @@ def add_up_whole(
     total, slot = pl.run_scoped(
         lambda acc: _multiply(cta, me, steps, stores, acc, _read), accumulator
     )
-    # Without it, LLVM may move what computes with the sum before the wait for it.
     total = arrays.fenced(plan, total, LAYOUT)
     return (total if before is None else before + total), slot
 
