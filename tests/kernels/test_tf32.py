@@ -13,8 +13,10 @@ from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.mlir import ir
 from jax.interpreters import mlir
+from jax.sharding import AxisType, Mesh
+from jax.sharding import PartitionSpec as P
 
-from pallas_gemm import gated_gemm, gemm, grouped_gemm, target
+from pallas_gemm import all_gather_gemm, gated_gemm, gemm, grouped_gemm, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import kernel as hopper
@@ -96,6 +98,22 @@ def test_each_factor_is_rounded_as_it_is_loaded_and_by_no_pass(
     assert "reduce_precision" not in text
     # A residual and the result have maps, too.
     assert len(set(changed)) == len(changed) == PRODUCTS[name][3]
+
+
+def test_rows_of_other_devices_are_rounded_as_they_are_loaded(changed: list[int]) -> None:
+    """They have a map beside those of this device's rows and of the right operand."""
+    mesh = Mesh(np.array(jax.devices()[:2]), ("x",), axis_types=(AxisType.Auto,))
+    gathering = jax.shard_map(
+        lambda a, b: all_gather_gemm(a, b, "x", transpose_b=True, precision=TF32),
+        mesh=mesh,
+        in_specs=(P("x"), P("x")),
+        out_specs=P(None, "x"),
+    )
+    whole = jax.ShapeDtypeStruct((1024, 512), F32)
+    with target("h200"):
+        text = jax.jit(gathering).trace(whole, whole).lower(lowering_platforms=("cuda",)).as_text()
+    assert "reduce_precision" not in text
+    assert len(set(changed)) == len(changed) == 3
 
 
 def test_a_kernel_without_maps_of_its_factors_is_refused(

@@ -45,6 +45,13 @@ def test_the_kit_counts_every_element_and_those_that_differ(seed: int) -> None:
     assert f"{found.differing} of {found.elements} elements differ" in str(found)
 
 
+def test_an_argument_without_rows_is_taken_whole() -> None:
+    x, w = jnp.arange(COUNT * 3.0).reshape(COUNT, 3), jnp.arange(6.0).reshape(2, 3)
+    found = numerics.check(lambda x, w: x * w[1:], x, w, rows=0, variants=VARIANTS)
+    assert found.elements == 3 * sum(_other_rows(0))
+    assert found.differing == 0
+
+
 def test_rows_of_a_result_are_found_where_they_lie() -> None:
     shapes, longer = [(4, 6), (6, 8), (4, 4), (9,)], [(5, 6), (6, 10), (5, 5), (9,)]
     types, others = (
