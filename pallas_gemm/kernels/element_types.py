@@ -24,6 +24,11 @@ BITS = MappingProxyType(dict.fromkeys((INT4, UINT4, E2M1), 4) | dict.fromkeys({I
 """The types of weights that are widened in registers, and the bits of each."""
 
 
+def bits(kind: np.dtype) -> int:
+    """The bits of a number in memory."""
+    return BITS.get(kind, 8 * kind.itemsize)
+
+
 def is_widened(left: Any, right: Any) -> bool:
     """Whether a right operand of few bits is multiplied in the type of the left one."""
     return np.dtype(right) in BITS and np.dtype(left) in FROM_16_BITS

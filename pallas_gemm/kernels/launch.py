@@ -15,7 +15,7 @@ from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import place
 from pallas_gemm.kernels.element_types import FLOATS_16
 from pallas_gemm.kernels.functions import elementwise, words
-from pallas_gemm.problem import Problem
+from pallas_gemm.problem import ROW_BYTES, Problem
 
 ALIGNMENT = 256
 """Bytes of which Mosaic wants every array to begin at a multiple."""
@@ -118,6 +118,12 @@ def on_its_own(x: jax.Array) -> jax.Array:
 def longer(x: jax.Array, more: int) -> jax.Array:
     """Returns an array with zeros at the end of its last dimension."""
     return on_its_own(jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, more)]))
+
+
+def in_whole_rows(x: jax.Array) -> jax.Array:
+    """Returns an array with rows of a multiple of 16 bytes: TMA loads no others."""
+    beyond = -x.shape[-1] % (ROW_BYTES // x.dtype.itemsize)
+    return longer(x, beyond) if beyond else x
 
 
 def transcendentals(problem: Problem) -> int:

@@ -157,12 +157,17 @@ WIDENED = Architecture(
     _build_widened,
     seconds=widened_candidates.seconds,
 )
-"""Hopper, with its kernel for weights of few bits."""
+"""Hopper, with its kernel for weights that go through registers."""
 
 
-def of_problem(problem: Problem) -> tuple[Architecture, ...]:
-    """Returns the architectures, each with its kernel for such a problem."""
-    if not widened_problems.is_widened(problem):
+def of_problem(problem: Problem, config: Any = None) -> tuple[Architecture, ...]:
+    """Returns the architectures, each with its kernel for such a problem.
+
+    Args:
+        problem: The product.
+        config: The config that is named, if one is: it says which of Hopper's kernels.
+    """
+    if not widened_problems.is_widened(problem) and not isinstance(config, WidenedConfig):
         return ARCHITECTURES
     return tuple(WIDENED if known.fits(H200) else known for known in ARCHITECTURES)
 

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from jax.export import is_symbolic_dim
 
 from pallas_gemm.call import Call, Options, Signature, SymmetricCall
-from pallas_gemm.kernels.element_types import SINGLE
+from pallas_gemm.kernels.element_types import BITS, SINGLE
 from pallas_gemm.planning import architectures as known_kernels
 from pallas_gemm.planning import numerics, plans, prediction, proof
 from pallas_gemm.planning.architectures import Architecture, architecture_of
@@ -23,10 +23,9 @@ from pallas_gemm.problem import Problem
 
 OTHER_GPU = "it needs compute capability"
 """How a reason begins that says that a kernel is for other GPUs."""
-WIDENED_ROWS = 4096
-"""With fewer rows the kernel for weights of few bits is faster: six products of int4 with 256 to
-2048 rows take 0.38 to 0.87 of XLA's time on an H100. 4096 x 14336 x 4096 takes 647 us for 657,
-8192 rows 1381 for 1255, and 16384 x 2048 x 2048 271 for 181."""
+WIDENED_ROWS = 16384
+"""With fewer rows the kernel for weights of few bits is faster. In int4 with groups of 128, 8192 x
+14336 x 4096 takes 1290 us on an H200, and 1380 by XLA. 16384 x 2048 x 2048 takes 183 and 181."""
 ONE_HALF_AT_MOST = 0.9
 """One product of float16 in place of TF32 may be predicted to take this share of XLA's time. Where
 elements differ too much, XLA computes it after all, some passes later."""
@@ -155,7 +154,7 @@ def _plans(
     """
     refused: list[tuple[str, Reasons]] = []
     possible = False
-    known = known_kernels.of_problem(problem)
+    known = known_kernels.of_problem(problem, call.options.config)
     for architecture in known:
         if _comes_into_question(call.options, architecture, known):
             plan = plans.plan(call, signature, problem, architecture)
@@ -220,7 +219,8 @@ def _why_not(call: Call, signature: Signature, problem: Problem, plan: Plan) -> 
     if options.target is None or not plan.architecture.fits(options.target):
         return plans.wrong_capability(plan.architecture, options.target)
     # XLA scales blocks in memory, in float32 where there are no weights of few bits.
-    is_widened = plan.architecture is known_kernels.WIDENED
+    is_narrow = plan.realigned.problem.b_dtype in BITS
+    is_widened = is_narrow and plan.architecture is known_kernels.WIDENED
     in_memory = problem.blocks is not None and not is_widened
     if options.names_something or options.numerics is not None or problem.in_groups or in_memory:
         return None
@@ -245,7 +245,8 @@ def _why_xla(call: Call, problem: Problem, plan: Plan) -> str | None:
         slower = _why_not_prepared(plan, by_xla)
         # The rules were measured with 16 bits. They leave two of 72 bare products of
         # `h200_tf32.csv` to XLA. Kernels run at 0.84 and 1.06 there. None of the 72 is tiny.
-        if slower or not (is_tf32 and problem.epilogue.is_identity):
+        is_turned = plan.architecture is known_kernels.WIDENED
+        if slower or is_turned or not (is_tf32 and problem.epilogue.is_identity):
             return slower
     faster = 1.0 if by_xla is None else by_xla / plan.seconds
     as_given = plan.realigned.scheme is None and not is_tf32
@@ -262,10 +263,11 @@ def _why_not_prepared(plan: Plan, by_xla: float) -> str | None:
     most = ONE_HALF_AT_MOST if is_one else 1
     if plan.seconds < most * by_xla:
         return None
-    how = f"of {scheme}" if scheme is not None else "with what prepares operands"
+    how = " with what prepares operands" if plan.realigned.passes else ""
+    how = f" of {scheme}" if scheme is not None else how
     return (
         f"XLA is predicted to take {by_xla * 1e6:.0f} us, and the kernel"
-        f" {plan.seconds * 1e6:.0f} us {how}"
+        f" {plan.seconds * 1e6:.0f} us{how}"
     )
 
 

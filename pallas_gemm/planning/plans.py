@@ -78,21 +78,32 @@ def plan(
     found = _with_config(call, problem, device, architecture, realigned)
     if not isinstance(found, Plan):
         return found
-    others = _in_float16(call, signature, found), _widened(call, signature, found)
-    return min((found, *filter(None, others)), key=lambda own: own.seconds)
+    found = _faster(found, _through_registers(call, signature, found))
+    return _faster(found, _in_float16(call, signature, found, architecture))
 
 
-def _widened(call: Call, signature: Signature, other: Plan) -> Plan | None:
-    """Returns a plan that widens a right operand of 8 bits that another one transposes, or None."""
-    device, widened = other.device, known_kernels.WIDENED
-    scheme = schemes.beside_16_bits(call, [dtype for _, dtype in signature[:2]])
+def _faster(plan: Plan, other: Plan | None) -> Plan:
+    """Returns the one of two plans that is predicted to take less time."""
+    return plan if other is None or plan.seconds <= other.seconds else other
+
+
+def _through_registers(call: Call, signature: Signature, other: Plan) -> Plan | None:
+    """Returns a plan that takes a right operand through registers that another one transposes.
+
+    None if no kernel does so, or if a config of another one is named.
+    """
+    options, device, own = call.options, other.device, known_kernels.WIDENED
     turned = {step.operand for step in other.realigned.steps if step.action == "transpose"}
-    if scheme is None or "b" not in turned or not widened.fits(device):
+    is_named = (options.config, options.schedule, options.numerics) != (None, None, None)
+    if is_named or "b" not in turned or not own.fits(device):
         return None
-    return _by_another(call, signature, device, widened, scheme)
+    realigned = _realigned(call, signature, device, own)
+    return _as_planned(call, signature, device, own, realigned)
 
 
-def _in_float16(call: Call, signature: Signature, other: Plan) -> Plan | None:
+def _in_float16(
+    call: Call, signature: Signature, other: Plan, architecture: Architecture
+) -> Plan | None:
     """Returns a plan by arrays of float16 that stands for another one; None if there is none."""
     if other.seconds <= halves.DECIDING_SECONDS:
         return None
@@ -101,18 +112,22 @@ def _in_float16(call: Call, signature: Signature, other: Plan) -> Plan | None:
     if scheme is None:
         return None
     scaled = halves.scaled(call), halves.scaled_signature(call, signature)
-    quick = _by_another(*scaled, other.device, other.architecture, scheme)
+    realigned = _by_scheme(*scaled, other.device, architecture, scheme)
+    quick = _as_planned(*scaled, other.device, architecture, realigned)
     if quick is None or quick.realigned.unfused is not None:
         return None
     seconds = quick.seconds + halves.DECIDING_SECONDS
     return dataclasses.replace(quick, seconds=seconds, otherwise=other)
 
 
-def _by_another(
-    call: Call, signature: Signature, device: Device, architecture: Architecture, scheme: Scheme
+def _as_planned(
+    call: Call,
+    signature: Signature,
+    device: Device,
+    architecture: Architecture,
+    realigned: Realigned | Reasons,
 ) -> Plan | None:
-    """Returns a plan by a scheme that is not the call's own; None if there is none."""
-    realigned = _by_scheme(call, signature, device, architecture, scheme)
+    """Returns the plan of what is done beside a kernel; None if there is none."""
     if not isinstance(realigned, Realigned):
         return None
     found = _with_config(call, call.problem(signature), device, architecture, realigned)
@@ -162,6 +177,8 @@ def _realigned(
     """Returns what a kernel computes of a call, and what is done around it, or why it cannot."""
     (_, a_dtype), (_, b_dtype), *_ = signature
     scheme = schemes.of_call(call, signature)
+    if scheme is None and architecture is known_kernels.WIDENED:
+        scheme = schemes.beside_16_bits(call, (a_dtype, b_dtype))
     if scheme is None:
         why = precision.kernel_refusal(call.precision, (a_dtype, b_dtype))
         if why:

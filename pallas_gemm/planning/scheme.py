@@ -286,11 +286,9 @@ def beside_16_bits(call: Call, dtypes: Sequence[np.dtype]) -> Scheme | None:
     int8, so that results have 16 bits. The bits of a row depend on how many rows there are, because
     they decide whether this is faster.
     """
-    options = call.options
-    is_named = (options.config, options.schedule, options.numerics) != (None, None, None)
     is_short = call.out_dtype in FLOATS_16 and call.epilogue.program is None
     is_held = set(dtypes) <= FLOATS_8 or (set(dtypes) == {INT8} and is_short)
-    return Scheme("FLOAT16", HALF, of_left=True) if is_held and not is_named else None
+    return Scheme("FLOAT16", HALF, of_left=True) if is_held else None
 
 
 def multiplied(

@@ -1,4 +1,4 @@
-"""On a GPU: scales of blocks, weights of few bits and what `quantize` makes, beside float64.
+"""On a GPU: scales of blocks, weights that go through registers, and `quantize`, beside float64.
 
 The elements are integers and the scales powers of two, so that float32 results are exact.
 """
@@ -35,6 +35,17 @@ IN_GROUPS: list[dict[str, Any]] = [
     {"tile": (512, 16), "stages": 4, "consumers": 4, "along_k": 1},
 ]
 """How CTAs take tiles of rows in groups, of int4: of a cluster, or alone."""
+SINGLES: list[tuple[int, int, dict[str, Any]]] = [
+    (16, 640, {"tile": (64, 16), "stages": 10, "step": 64, "ctas_along_k": 2}),
+    (24, 64, {"tile": (64, 24), "stages": 8, "ctas_along_k": 5}),
+    (45, 2880, {"tile": (64, 48), "stages": 8, "along_k": 2}),
+    (128, 1000, {"tile": (128, 128), "stages": 6, "consumers": 2}),
+    (700, 512, {"tile": (128, 256), "stages": 4, "consumers": 2, "persistence": "static"}),
+    (700, 516, {"tile": (256, 128), "stages": 4, "consumers": 2, "persistence": "static"}),
+    (9000, 4100, {"tile": (256, 128), "stages": 4, "consumers": 2, "persistence": "static"}),
+    (300, 1536, {"tile": (128, 64), "stages": 4, "consumers": 2, "ctas_along_k": 3}),
+]
+"""Rows, columns, and how float32 stored [k, n] is turned."""
 BY_ALL: list[tuple[int, int, dict[str, Any]]] = [
     (1, 64, {}),
     (9, 3, {"along_k": 2, "stages": 8}),
@@ -189,6 +200,36 @@ def test_ctas_of_a_cluster_share_its_tiles(m, tiles, config, dtype, last):
     exact = np.asarray(x, np.float64) @ wide + np.asarray(residual)
     found = _by_a_kernel(multiply, x, stored, scale, residual)
     np.testing.assert_array_equal(found, exact)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize(("m", "n", "config"), SINGLES, ids=str)
+def test_float32_is_turned_in_registers(m, n, config, dtype):
+    k = 1020
+    x, w, residual = _integers(m, k, seed=0), _integers(k, n, seed=1), _integers(m, n, seed=3)
+    given = {"step": 32, "along_k": 1, "store_columns": 16} | config
+    named = WidenedConfig(**given)
+
+    def multiply(x: Any, w: Any, residual: Any) -> Any:
+        return gemm(x, w, residual=residual, config=named, preferred_element_type=dtype)
+
+    exact = np.asarray(x, np.float64) @ np.asarray(w, np.float64) + np.asarray(residual)
+    # Slots of a ring are used again while WGMMAs of the step before may still read them.
+    run = jax.jit(multiply).lower(x, w, residual).compile()
+    for _ in range(10):
+        np.testing.assert_array_equal(run(x, w, residual), exact.astype(dtype))
+
+
+def test_float32_of_experts_is_turned_in_registers():
+    m, n, k, sizes = 200, 516, 1024, (9, 0, 17, 1, 64)
+    x, w = _integers(m, k, seed=0), _integers(5, k, n, seed=1)
+    found = _by_a_kernel(grouped_gemm, x, w, jnp.array(sizes, jnp.int32))
+    expected, start = np.zeros((m, n)), 0
+    for own, size in zip(np.asarray(w, np.float64), sizes, strict=True):
+        rows = slice(start, start + size)
+        expected[rows] = np.asarray(x, np.float64)[rows] @ own
+        start += size
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("config", IN_GROUPS, ids=str)

@@ -62,7 +62,7 @@ def test_no_table_limits_its_tiles(kind: Any) -> None:
         (problem(k=4104, transpose_b=True), "the last dimension of b must be a multiple of 32"),
         (problem(n=4112), "the last dimension of b must be a multiple of 32 for int4, got 4112"),
         (problem(k=4100), "k must be a multiple of 8 for bfloat16, got 4100"),
-        (problem(n=4100, transpose_b=True), "rows of a multiple of 16 bytes, got n=4100"),
+        (problem(n=4100, transpose_b=True), "rows of a multiple of 16 bytes, got 4100 columns"),
         (problem(transpose_a=True), "the left operand must be stored with k last"),
         (problem(out_dtype=jnp.int8), "the result must be one of"),
         (problem(m=0), "sizes must be positive"),
@@ -141,7 +141,7 @@ def test_weights_on_the_left_are_xlas() -> None:
     [
         ({"consumers": 4, "along_k": 2}, "must make from 1 to 6 warpgroups"),
         ({"ctas_along_k": 9}, "ctas_along_k must be from 1 to 8, got 9"),
-        ({"step": 32}, "step must be one of"),
+        ({"step": 48}, "step must be one of"),
         ({"tile": (96, 16)}, "a multiple of 64 for each consumer"),
         ({"tile": (128, 12)}, "a multiple of 8, got"),
         ({"tile": (256, 64)}, "a warpgroup holds at most 60 registers of sums, got 128"),

@@ -1,12 +1,14 @@
-"""`Form`: how weights of few bits and the other operand lie in a slot, and who has which rows."""
+"""`Form`: how weights and the other operand lie in a slot, and who has which rows."""
 
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
+from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4, INT8, UINT4
-from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPS, WGMMA_BYTES, WGMMA_ROWS
+from pallas_gemm.kernels.smem import ATOM_BYTES
 
 OF_FEW_VALUES = frozenset((INT4, UINT4, INT8, E2M1))
 """Types of which the difference of two values is an element of 16 bits."""
@@ -18,8 +20,6 @@ FEW_COLUMNS = 16
 """With more, and sums of a group, threads have no register to spare."""
 ZEROS_ALIGNED = 128
 """Bytes of which TMA begins a box in shared memory at a multiple."""
-BATCH = 32
-"""Contracted elements that are loaded at a time."""
 MATRIX_BYTES = 16
 """A row of a matrix has these. A warp loads four matrices of 8 rows at a time."""
 MOST_COLUMNS = 16
@@ -97,7 +97,7 @@ class Form(NamedTuple):
         A block has those of one array and consumer. TMA begins it at a multiple of 128 bytes.
         """
         rows = self.rows // self.sums
-        line = rows * BITS.get(self.zeros, 8 * self.zeros.itemsize) // 8
+        line = rows * element_types.bits(self.zeros) // 8
         lines = max(1, self.depth // self.group)
         while lines * line % ZEROS_ALIGNED:
             lines += 1
@@ -106,7 +106,31 @@ class Form(NamedTuple):
     @property
     def bits(self) -> int:
         """The bits of a weight."""
-        return BITS[self.kind]
+        return element_types.bits(self.kind)
+
+    @property
+    def unit(self) -> int:
+        """Bytes of an element of a line: weights of few bits are copied as bytes."""
+        return 1 if self.kind in BITS else self.kind.itemsize
+
+    @property
+    def panel(self) -> int:
+        """Contracted elements of a panel of the other operand."""
+        return ATOM_BYTES // self.to.itemsize
+
+    @property
+    def batch(self) -> int:
+        """Contracted elements that are loaded at a time: those of two WGMMAs.
+
+        A step has two batches at least. So no register of the left operand is written before the
+        WGMMA that reads it has ended: the one of the batch before may still run.
+        """
+        return 2 * self.wgmma_depth
+
+    @property
+    def wgmma_depth(self) -> int:
+        """Contracted elements of one WGMMA."""
+        return WGMMA_BYTES // self.to.itemsize
 
     @property
     def lines(self) -> int:
@@ -121,8 +145,9 @@ class Form(NamedTuple):
 
     @property
     def turned(self) -> bool:
-        """Whether weights are turned as they are loaded: a warp has 16 bytes of a line."""
-        return not self.k_last and self.rows // WARPS * self.bits >= 8 * MATRIX_BYTES
+        """Whether the hardware turns weights as they are loaded: a warp has 16 bytes of a line."""
+        is_loaded_so = not self.k_last and self.kind in BITS
+        return is_loaded_so and self.rows // WARPS * self.bits >= 8 * MATRIX_BYTES
 
     @property
     def tops_of_line(self) -> int:

@@ -1,4 +1,4 @@
-"""A left operand of few bits, which goes through registers on its way to the tensor cores.
+"""A left operand that goes through registers on its way to the tensor cores.
 
 A warpgroup's WGMMA of 64 rows and 16 contracted elements takes from the registers of each thread
 
@@ -6,7 +6,12 @@ A warpgroup's WGMMA of 64 rows and 16 contracted elements takes from the registe
     0, 1    lane / 4, and 8 below      2 * (lane % 4), and the next
     2, 3    the same                   8 further
 
-of the 16 rows of its warp. `weights.py` loads them. Stored [k, rows], rows of sums are in another
+of the 16 rows of its warp. A WGMMA of TF32 takes 8 contracted elements:
+
+    0, 1    lane / 4, and 8 below      lane % 4
+    2, 3    the same                   4 further
+
+`weights.py` loads them. Stored [k, rows], rows of sums are in another
 order, which `row_order.py` mends when all is summed up.
 """
 
@@ -19,10 +24,11 @@ from jax import lax
 from jax.experimental.mosaic.gpu import fragmented_array, utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.element_types import BITS, E2M1, INT4
-from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_DEPTH, WGMMA_ROWS
+from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.ptx import small, sums, weights, widen
-from pallas_gemm.kernels.ptx.form import BATCH, FEW_COLUMNS, Form
+from pallas_gemm.kernels.ptx.form import FEW_COLUMNS, Form
 from pallas_gemm.kernels.ptx.multiply import Multiplier
 from pallas_gemm.kernels.ptx.operation import NUMBER, REF, Operation, address_of, word_of
 from pallas_gemm.kernels.ptx.sums import LAYOUT
@@ -80,8 +86,8 @@ def add_step(
 
     Args:
         total: The sum.
-        w: A slot of weights: [panel, line, bytes].
-        x: A slot of the other operand: [panel, column, 64 contracted elements].
+        w: A slot of weights: [panel, line, bytes], or float32.
+        x: A slot of the other operand: [panel, column, contracted elements of a panel].
         scales: A slot of scales, [group, row], if there are any; then one of zero points, [array
             and consumer, group, row], or in bytes.
         me: Which of the consumers this is that share the rows.
@@ -156,6 +162,8 @@ def _sums(weights: Any, other: Any) -> Any:
 
 def unpacked(lines: Any, kind: np.dtype) -> Any:
     """Weights in float32 of the bytes that hold them, along the last dimension."""
+    if lines.dtype == kind:
+        return lines.astype(jnp.float32)
     if BITS[kind] == 8:
         return lax.bitcast_convert_type(lines, kind).astype(jnp.float32)
     signed = kind == INT4
@@ -206,12 +214,12 @@ class Step:
 
     def emit(self) -> None:
         """Emits all of it: what is multiplied next is loaded before what is widened."""
-        starts = range(0, self._form.depth, BATCH)
-        loaded = self._load(starts[0])
-        for at in starts:
-            words, loaded = loaded, self._load(at + BATCH)
+        batch = self._form.batch
+        loaded = self._load(0)
+        for at in range(0, self._form.depth, batch):
+            words, loaded = loaded, self._load(at + batch)
             self._issue(at, *words)
-            if self._form.scales_sums and (at + BATCH) % self._form.share == 0:
+            if self._form.scales_sums and (at + batch) % self._form.share == 0:
                 self._end_group()
 
     def _load(self, at: int) -> tuple[list[Any], list[Any], list[Any]]:
@@ -229,7 +237,7 @@ class Step:
         form, self._each, self._less = self._form, scales or self._each, zeros or self._less
         left = [
             [self._fragment(top, x, part) for top, x in enumerate(loaded)]
-            for part in range(BATCH // WGMMA_DEPTH)
+            for part in range(form.batch // form.wgmma_depth)
         ]
         target = self.of_group if form.scales_sums else self.sums
         begins = form.scales_sums and at % form.share == 0
@@ -242,7 +250,7 @@ class Step:
             self.sums[top] = sums.scaled(self.sums[top], own, each)
 
     def _fragment(self, top: int, loaded: Any, part: int) -> list[Register]:
-        """The words of 64 rows and 16 contracted elements, ready to be multiplied."""
+        """The words of 64 rows and the contracted elements of a WGMMA, ready to be multiplied."""
         form, found = self._form, []
         for number, spread in enumerate(self._loads.spread(top, loaded, part)):
             below = number % 2
@@ -286,7 +294,7 @@ class Step:
     def _load_zero(self, group: int, below: int) -> Register:
         """Loads the zero point of a row so far below the first of this thread."""
         form, (lines, line, rows) = self._form, self._form.zeros_of_part
-        bits = widen.bits(form.zeros)
+        bits = element_types.bits(form.zeros)
         size = max(1, bits // 8)
         text = f"{{ .reg .b32 x; add.u32 x, $1, {below}; div.u32 $0, x, {rows};"
         text += f" mad.lo.u32 $0, $0, {lines * line}, $2; rem.u32 x, x, {rows};"

@@ -5,7 +5,6 @@ from typing import Any
 
 from jax.experimental.mosaic.gpu import utils
 
-from pallas_gemm.kernels.hardware import WGMMA_DEPTH
 from pallas_gemm.kernels.ptx import widen
 from pallas_gemm.kernels.ptx.form import Form
 from pallas_gemm.kernels.ptx.sums import added, values_of
@@ -14,10 +13,10 @@ from pallas_gemm.kernels.smem import ATOM_BYTES
 
 IN_FLIGHT = 1
 """Groups of WGMMAs while the next weights are widened."""
-NAMES = {widen.BF16: "bf16", widen.F16: "f16"}
+NAMES = {widen.BF16: "bf16", widen.F16: "f16", widen.F32: "tf32"}
 
 Fragments = Sequence[Sequence[Sequence[Register]]]
-"""The left operand of a batch: [16 contracted elements, 64 rows, word]."""
+"""The left operand of a batch: [contracted elements of a WGMMA, 64 rows, word]."""
 
 
 class Multiplier:
@@ -35,7 +34,8 @@ class Multiplier:
             at: Its first contracted element.
             begins: Whether sums have no value yet.
         """
-        parts = [self._describe(at + part * WGMMA_DEPTH) for part in range(len(left))]
+        depth = self._form.wgmma_depth
+        parts = [self._describe(at + part * depth) for part in range(len(left))]
         utils.nvvm.wgmma_fence_aligned()
         for part, (own, descriptor) in enumerate(zip(left, parts, strict=True)):
             for top, words in enumerate(own):
@@ -50,8 +50,8 @@ class Multiplier:
         utils.nvvm.wgmma_wait_group_sync_aligned(0)
 
     def _describe(self, at: int) -> Any:
-        """The descriptor of 16 contracted elements of the other operand."""
-        panel, within = divmod(at * 2, ATOM_BYTES)
+        """The descriptor of the contracted elements of a WGMMA, of the other operand."""
+        panel, within = divmod(at * self._form.to.itemsize, ATOM_BYTES)
         first = panel * self._form.cols * ATOM_BYTES + within
         # Atoms of 8 columns follow each other; the last bit asks for their swizzle.
         text = (
@@ -79,10 +79,12 @@ def wgmma(
     names = ",".join(f"${i}" for i in range(count))
     left = ",".join(f"${2 * count + i}" for i in range(4))
     kind = NAMES[form.to]
+    # The last number says that the other operand is not transposed: TF32 never is.
+    signs = "1, 1" if form.to == widen.F32 else "1, 1, 0"
     text = (
         f"{{ .reg .pred adds; setp.ne.b32 adds, {int(not begins)}, 0;"
-        f" wgmma.mma_async.sync.aligned.m64n{form.cols}k16.f32.{kind}.{kind} {{{names}}},"
-        f" {{{left}}}, ${2 * count + 4}, adds, 1, 1, 0; }}"
+        f" wgmma.mma_async.sync.aligned.m64n{form.cols}k{form.wgmma_depth}.f32.{kind}.{kind}"
+        f" {{{names}}}, {{{left}}}, ${2 * count + 4}, adds, {signs}; }}"
     )
     if begins:
         values = [utils.llvm.mlir_undef(x.type) for x in values]

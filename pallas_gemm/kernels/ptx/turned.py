@@ -1,4 +1,8 @@
-"""Transposed chunks in shared memory: a line has 64 elements, those of a column of registers."""
+"""Transposed chunks in shared memory: a line has elements of a column of registers.
+
+Operands have lines of 64 elements. Results of 32 bits have two panels, with lines of 32 elements
+that are swizzled as TMA does: threads that write at once use different banks.
+"""
 
 from typing import Any
 
@@ -12,28 +16,50 @@ from pallas_gemm.kernels.ptx import widen
 from pallas_gemm.kernels.ptx.operation import REF, Operation, address_of
 from pallas_gemm.kernels.ptx.sums import ACC, LAYOUT, array_of, registers_of
 from pallas_gemm.kernels.ptx.widen import Register
+from pallas_gemm.kernels.smem import ATOM_BYTES, ATOM_ROWS
 from pallas_gemm.kernels.traced import Ref, Values
 
 
 @Operation
 def write(slot: Ref, values: Values) -> None:
-    """Writes values of 32 bits of 64 rows to shared memory, transposed."""
+    """Writes values of 32 bits of 64 rows to a slot: [panel, column, row]."""
+    panel = plgpu.RefType((plgpu.SwizzleTransform(ATOM_BYTES),))
 
-    @plgpu.inline_mgpu(arg_types=(REF, LAYOUT))
-    def inline(_: Any, slot: Ref, values: Values) -> None:
-        start = _place_of_thread(slot, values.mlir_dtype.width // 8)
+    @plgpu.inline_mgpu(arg_types=(panel, LAYOUT))
+    def inline(_: Any, ref: Ref, values: Values) -> None:
+        places = _places_in_panels(ref, slot.shape[1])
         for number, x in enumerate(registers_of(values).flat):
             word = utils.bitcast(x, utils.ir.IntegerType.get_signless(32))
-            utils.inline_ptx(
-                f"st.shared.b32 [$0+{4 * _offset(number)}], $1;", start, word, has_side_effects=True
-            )
+            atom, place = number // 4 * ATOM_ROWS * ATOM_BYTES, places[number % 4]
+            text = f"st.shared.b32 [$0+{atom}], $1;"
+            utils.inline_ptx(text, place, word, has_side_effects=True)
 
     inline(slot, values)
 
 
 @write.meaning
 def _(slot: Ref, values: Values) -> None:
-    slot.transpose((1, 0))[...] = values
+    for panel, rows in enumerate(jnp.split(values, slot.shape[0])):
+        slot[panel, : values.shape[1]] = rows.T
+
+
+def _places_in_panels(slot: Ref, columns: int) -> list[Register]:
+    """Where a thread writes: two columns of a row, then the same of the row that is 8 below."""
+    place = (
+        "{{ .reg .b32 lane, warp, line, x; mov.u32 lane, %tid.x; shr.b32 warp, lane, 5;"
+        " and.b32 warp, warp, 3; and.b32 lane, lane, 31;"
+        " and.b32 line, lane, 3; mad.lo.u32 line, line, 2, {beside};"
+        # The row within its panel, in bytes.
+        " and.b32 x, warp, 1; mul.lo.u32 x, x, 16; shr.b32 lane, lane, 2; add.u32 x, x, lane;"
+        " add.u32 x, x, {below}; mul.lo.u32 x, x, 4;"
+        " shl.b32 $0, line, 4; xor.b32 x, x, $0;"
+        f" mad.lo.u32 x, line, {ATOM_BYTES}, x;"
+        f" shr.b32 warp, warp, 1; mad.lo.u32 x, warp, {columns * ATOM_BYTES}, x;"
+        " add.u32 $0, x, $1; }}"
+    )
+    start = address_of(slot)
+    both = [(below, beside) for below in (0, 8) for beside in range(2)]
+    return [widen.run(place.format(below=x, beside=y), start) for x, y in both]
 
 
 @Operation

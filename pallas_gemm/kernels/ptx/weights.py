@@ -1,8 +1,9 @@
-"""Weights of few bits as a warpgroup loads them from a slot, each where `widen.py` wants it.
+"""Weights as a warpgroup loads them from a slot, each where `widen.py` or WGMMA wants it.
 
 Stored [rows, k], what a thread multiplies are bytes that lie side by side. Stored [k, rows], it
 takes rows that lie side by side instead, of each of its contracted elements. Where a warp has 16
-bytes of them, one instruction loads and turns 32 contracted elements for all of the warp.
+bytes of them, one instruction loads and turns 32 contracted elements for all of the warp. Float32
+has no such instruction.
 """
 
 import itertools
@@ -11,7 +12,7 @@ from typing import Any, NamedTuple
 
 from pallas_gemm.kernels.hardware import WARPS, WGMMA_ROWS
 from pallas_gemm.kernels.ptx import widen
-from pallas_gemm.kernels.ptx.form import BATCH, MATRIX_BYTES, Form
+from pallas_gemm.kernels.ptx.form import MATRIX_BYTES, Form
 from pallas_gemm.kernels.ptx.widen import Register, Spread, load, run
 
 
@@ -69,7 +70,8 @@ class AlongK:
     def load(self, top: int, at: int) -> Sequence[Sequence[Register]]:
         """Loads a batch of two rows of a thread: 16 bytes of each, or of 8 bits a half of 32."""
         each = self._form.bits // 4
-        numbers = range(at // BATCH * each, (at // BATCH + 1) * each)
+        batch = at // self._form.batch
+        numbers = range(batch * each, (batch + 1) * each)
         return [
             [word for number in numbers for word in self._load(top, below, number)]
             for below in range(2)
@@ -98,7 +100,7 @@ class AlongK:
         text = f"{{ .reg .b32 x; xor.b32 x, $1, {within}; add.u32 $0, $2, x; }}"
         place = run(text, self._turned, self._start)
         if form.bits == 4:
-            return widen.load_four(place, offset)
+            return widen.load_words(place, offset, 4)
         return [load(place, offset + 8 * half, 4) for half in range(2)]
 
 
@@ -139,7 +141,7 @@ class AcrossK:
         form = self._form
         return [
             [load(place, first * form.line, form.bits // 4) for place in self._places[top]]
-            for first in range(at, at + BATCH, 8)
+            for first in range(at, at + form.batch, 8)
         ]
 
     def spread(self, top: int, loaded: Any, part: int) -> list[Spread]:
@@ -210,6 +212,54 @@ class Turned:
         ]
 
 
+class Singles:
+    """Loads float32 stored [k, rows]: two rows of two contracted elements.
+
+    Lines of 8 contracted elements are swizzled. Half of the threads load the first of theirs before
+    the second, and the others the second before the first: so no two use a bank at once.
+    """
+
+    def __init__(self, form: Form, start: Register, places: Sequence[Register]) -> None:
+        self._form, (self._chosen, *own) = form, places
+        self._places = list(itertools.batched((_sum(x, start) for x in own), 2))
+
+    @classmethod
+    def places(cls, form: Form, own: Thread) -> list[Register]:
+        """Which of two loads has the first of a thread's elements; where both are, of each top."""
+        second = run("{ mov.u32 $0, %laneid; shr.b32 $0, $0, 3; and.b32 $0, $0, 1; }")
+        chosen = run(f"mad.lo.u32 $0, $1, {0x4444}, {0x3210};", second)
+        tops = range(form.rows // WGMMA_ROWS)
+        loads = [(top * WGMMA_ROWS, number) for top in tops for number in range(2)]
+        return [chosen, *(cls._place(form, own, second, *load) for load in loads)]
+
+    @staticmethod
+    def _place(form: Form, own: Thread, second: Register, below: int, number: int) -> Register:
+        """Where a load begins, of the rows so far below."""
+        line = form.line
+        text = f"{{ .reg .b32 x, k, within; add.u32 x, $1, {below}; mul.lo.u32 x, x, 4;"
+        text += f" and.b32 within, x, {line - 1}; shr.b32 x, x, {line.bit_length() - 1};"
+        text += f" xor.b32 k, $3, {number}; mad.lo.u32 k, k, 4, $2;"
+        # TMA swizzles a panel so.
+        text += " shl.b32 $0, k, 4; xor.b32 within, within, $0;"
+        text += f" mad.lo.u32 $0, k, {line}, within; mad.lo.u32 $0, x, {line * form.lines}, $0; }}"
+        return run(text, own.row, own.pair, second)
+
+    def load(self, top: int, at: int) -> Sequence[Sequence[Register]]:
+        """Loads a batch: of every 8 contracted elements two, of two rows each."""
+        form, own = self._form, self._places[top]
+        return [
+            [x for place in own for x in widen.load_words(place, first * form.line, 2)]
+            for first in range(at, at + form.batch, 8)
+        ]
+
+    def spread(self, top: int, loaded: Any, part: int) -> list[Spread]:
+        """Two rows of each of two contracted elements, in the order of WGMMA."""
+        del top
+        one, two = loaded[part][:2], loaded[part][2:]
+        pairs = [*zip(one, two, strict=True), *zip(two, one, strict=True)]
+        return [Spread(widen.select(*pair, self._chosen)) for pair in pairs]
+
+
 def _moved(form: Form, word: Register, below: int) -> Spread:
     """Two weights with a number of bits below them, which stay if there are 4."""
     stay = below % 8 if form.stays else 0
@@ -220,9 +270,11 @@ def _sum(x: Register, y: Register) -> Register:
     return run("add.u32 $0, $1, $2;", x, y)
 
 
-def _loader(form: Form) -> "type[AlongK | AcrossK | Turned]":
+def _loader(form: Form) -> "type[AlongK | AcrossK | Turned | Singles]":
     if form.k_last:
         return AlongK
+    if form.kind == widen.F32:
+        return Singles
     return Turned if form.turned else AcrossK
 
 
@@ -231,6 +283,8 @@ def count(form: Form) -> int:
     tops = form.rows // WGMMA_ROWS
     if form.k_last:
         return 4
+    if form.kind == widen.F32:
+        return 2 + 2 * tops
     return 1 + (tops // form.tops_of_line if form.turned else 2 * tops)
 
 
@@ -244,6 +298,8 @@ def places(form: Form, me: Register) -> list[Register]:
     return [own.row, *_loader(form).places(form, own)]
 
 
-def loader(form: Form, start: Register, places: Sequence[Register]) -> "AlongK | AcrossK | Turned":
+def loader(
+    form: Form, start: Register, places: Sequence[Register]
+) -> "AlongK | AcrossK | Turned | Singles":
     """Returns what loads the weights of a slot that begins there."""
     return _loader(form)(form, start, places[1:])

@@ -60,11 +60,12 @@ def load(place: Register, offset: int, size: int) -> Register:
     return run(text, place, loads=True)
 
 
-def load_four(place: Register, offset: int) -> Sequence[Register]:
-    """Loads four words of shared memory."""
+def load_words(place: Register, offset: int, count: int) -> Sequence[Register]:
+    """Loads two or four words of shared memory."""
     word = utils.ir.IntegerType.get_signless(32)
-    text = f"ld.shared.v4.b32 {{$0, $1, $2, $3}}, [$4+{offset}];"
-    return utils.inline_ptx(text, place, result_types=[word] * 4, has_side_effects=True)
+    names = ", ".join(f"${i}" for i in range(count))
+    text = f"ld.shared.v{count}.b32 {{{names}}}, [${count}+{offset}];"
+    return utils.inline_ptx(text, place, result_types=[word] * count, has_side_effects=True)
 
 
 def load_matrices(place: Register, offset: int) -> Sequence[Register]:
@@ -93,13 +94,13 @@ def shifted(word: Register, bits: int) -> Register:
     return run(f"{name}.b32 $0, $1, {abs(bits)};", word)
 
 
-def bits(kind: np.dtype) -> int:
-    """The bits of a number in memory."""
-    return BITS.get(kind, 8 * kind.itemsize)
-
-
 def widened(spread: Register, kind: np.dtype, to: np.dtype, zero: Register = None) -> Register:
-    """Two weights as two elements of 16 bits, less a zero point as `zero_point` returns it."""
+    """Two weights as two elements of 16 bits, less a zero point as `zero_point` returns it.
+
+    A float32 is what it is.
+    """
+    if kind == to:
+        return spread
     if kind in INTEGERS:
         number = _large(kind)
         large = _masked(spread, _ones(kind), number, xor=True)

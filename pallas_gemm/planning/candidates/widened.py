@@ -1,4 +1,4 @@
-"""The configs that are considered for weights of few bits, and how long each is predicted to take.
+"""The configs that are considered for weights that go through registers, and how long each takes.
 
 Memory limits a product of few rows: the weights are read once, and enough warpgroups have to widen
 them as fast as they come. The tensor cores limit a product of many rows.
@@ -8,15 +8,11 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.element_types import BITS, FLOATS_8
-from pallas_gemm.kernels.hardware import (
-    MAX_BARRIERS,
-    WARPGROUP_THREADS,
-    WGMMA_DEPTH,
-    WGMMA_ROWS,
-)
+from pallas_gemm.kernels.element_types import FLOATS_8, SINGLE, bits
+from pallas_gemm.kernels.hardware import MAX_BARRIERS, WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.widened.config import MOST_SUMS, WidenedConfig
 from pallas_gemm.problem import Problem
 
@@ -24,6 +20,7 @@ NARROW = 32
 """Rows of the result for which two warpgroups are too few to widen as fast as memory brings."""
 NARROW_FORMS = ((64, 1, 4), (128, 1, 2), (128, 1, 3), (128, 1, 4), (256, 2, 2))
 FORMS = ((64, 1, 4), (128, 1, 1), (128, 1, 2), (128, 2, 1), (128, 2, 2), (256, 2, 1))
+SINGLE_FORMS = ((64, 1, 1), (64, 1, 2), (128, 2, 1), (256, 2, 1))
 """Columns of the result, consumers that share them, and those that take steps in turns."""
 CTAS = (2, 3, 4, 5, 8)
 """CTAs of a cluster that share the steps of few rows."""
@@ -38,8 +35,9 @@ MOST_OF_FLOATS, MOST_OF_GATED_FLOATS = 40, 16
 """The most columns of a tile of 8-bit floats that a cluster shares, of 128 rows of sums for each
 warpgroup: stored [k, n] by four CTAs and more; gated, in turns of four, by three and more. From 48
 and 24 columns on, 128 to 1428 bytes and 152 to 640 are spilled."""
-JOINED_CYCLES = 2950
-"""CTAs of a cluster take these to wait for each other, and to hand over their sums."""
+MOST_ADDED = 240
+"""Registers of sums, its own and those of other CTAs, that the only warpgroup of a CTA adds up: of
+float32, it has all of them at once. With 256, 68 and 100 bytes are spilled, with 280 384."""
 LEFT_CYCLES, LEFT_ELEMENT_CYCLES, FLAGS_SECONDS = 7000, 0.05, 2.5e-6
 """Where all CTAs share tiles, they take these to hand over their sums; and flags are set to 0."""
 FEWEST_STEPS = 4
@@ -48,8 +46,6 @@ TURN_CYCLES = 400
 """From one warpgroup that takes steps in turns to the next, until its sums are added."""
 UNTURNED = 1.5
 """Widening takes longer by this factor where weights are not turned as they are loaded."""
-ALONE = 0.13
-"""Widening takes longer by this share for each warpgroup that lacks four."""
 WARPGROUPS = 4
 MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
@@ -65,31 +61,65 @@ a tile."""
 WIDE, NARROWER = (128, 128), (96, 64, 48, 32)
 """If a result has fewer tiles of the first size than the GPU has SMs, tiles may be narrower. In
 int4, 256 x 1024 x 4096 takes 9.9 us so on an H200, and 13.3 us in tiles of 128 rows."""
-CHUNKS = (64, 32, 16)
+CHUNKS, SINGLE_CHUNKS = (64, 32, 16), (32, 16)
 MOST_STAGES = 16
-LAUNCH_SECONDS = 1.7e-6
-"""A kernel takes so long until its first operands arrive. The constants were fitted together to 160
-configs of 45 products with 1 to 256 rows on an H200. Their predictions are off by 10%."""
-WGMMA_CYCLES, COLUMN_CYCLES = 19.6, 0.305
-"""A WGMMA of 64 rows and 16 contracted elements takes these cycles, and more for each column."""
-STEPS = (64, 128)
+STEPS, SINGLE_STEPS = (64, 128), (32, 64)
 """Contracted elements of a step; 256 takes 6% longer."""
-END_CYCLES, ELEMENT_CYCLES = 145, 0.36
-"""From the last step of a tile to its end, and for each of its elements."""
-LATENCY_CYCLES = 1200
-"""From a request for operands to their arrival."""
-STEP_CYCLES = 143
-"""Each step takes these, whatever it does."""
 CLOCK_SHARE = 0.92
 """The share of the highest clock that is left while all SMs multiply."""
-LOAD_BYTES = 43
-"""An SM loads these in a cycle."""
-MEMORY_SHARE = 0.95
-"""The share of the peak bandwidth of memory that a kernel reaches."""
 CACHED_SHARE = 0.9
-"""The share of the L2 that activations may take up."""
-SHARPNESS = 2.75
-"""How little computing and reading memory hold each other up: the power of their norm."""
+"""The share of the L2 that an operand may take up."""
+
+
+class Times(NamedTuple):
+    """The times of kernels for weights of a kind.
+
+    Attributes:
+        launch_seconds: Until the first operands arrive.
+        wgmma_cycles: A WGMMA of 64 rows.
+        column_cycles: For each of its columns.
+        warpgroups: How many are enough to have weights ready for WGMMA.
+        alone: WGMMAs take longer by this share for each warpgroup that lacks.
+        step_cycles: Each step, whatever it does.
+        end_cycles: From the last step of a tile to its end.
+        element_cycles: For each of its elements.
+        ends: The share of that between two tiles of a CTA, which loads the next one meanwhile.
+        joined_cycles: CTAs of a cluster wait for each other, and hand over their sums.
+        cta_cycles: For each of them but the first.
+        latency_cycles: From a request for operands to their arrival.
+        load_bytes: An SM loads these in a cycle.
+        memory_share: The share of the peak bandwidth of memory that is reached.
+        sharpness: How little computing and reading memory hold each other up: the power of their
+            norm.
+    """
+
+    launch_seconds: float
+    wgmma_cycles: float
+    column_cycles: float
+    warpgroups: int
+    alone: float
+    step_cycles: float
+    end_cycles: float
+    element_cycles: float
+    ends: float
+    joined_cycles: float
+    cta_cycles: float
+    latency_cycles: float
+    load_bytes: float
+    memory_share: float
+    sharpness: float
+
+
+FEW_BITS = Times(
+    *(1.7e-6, 19.6, 0.305, 4, 0.13, 143, 145, 0.36, 0.0, 2950, 0, 1200, 43, 0.95, 2.75),
+)
+"""Fitted together to 160 configs of 45 products with 1 to 256 rows on an H200. Their predictions
+are off by 10%."""
+SINGLES = Times(
+    *(1.34e-6, 4.0, 0.51, 2, 5.8, 0, 330, 0.26, 0.74, 1335, 263, 946, 49, 0.97, 2.08),
+)
+"""Of float32: fitted to 348 configs of 52 products with 16 to 65536 rows on an H200. Half of the
+predictions are within 7%."""
 
 
 def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator[WidenedConfig]:
@@ -103,8 +133,10 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
     if cut is not None:
         return
     columns = _columns_of_groups(problem) if problem.groups else _columns(problem, device)
-    for cols, step in itertools.product(columns, STEPS):
-        for rows, consumers, along_k in NARROW_FORMS if cols <= NARROW else FORMS:
+    single = problem.b_dtype == SINGLE
+    for cols, step in itertools.product(columns, SINGLE_STEPS if single else STEPS):
+        forms = NARROW_FORMS if cols <= NARROW else FORMS
+        for rows, consumers, along_k in SINGLE_FORMS if single else forms:
             # A gated column has two rows of sums.
             tile = rows * problem.sums, cols
             if tile[0] // consumers > _most_rows(problem, cols, (consumers, along_k), step):
@@ -124,7 +156,7 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
 def _most_rows(problem: Problem, cols: int, warpgroups: tuple[int, int], step: int) -> int:
     """How many rows of sums a warpgroup may have, for which it has enough registers."""
     is_short = math.prod(warpgroups) == WARPGROUPS and cols > MOST_OF_FOUR and step == STEPS[-1]
-    is_packed = BITS[problem.b_dtype] == 4 and not problem.transpose_b
+    is_packed = bits(problem.b_dtype) == 4 and not problem.transpose_b
     is_spared = is_packed and not problem.groups and cols <= NARROW and warpgroups == (2, 2)
     return MOST_ROWS // 2 if is_short and not is_spared else MOST_ROWS
 
@@ -147,8 +179,10 @@ def _shared_by_all(
 def _may_join(
     problem: Problem, tile: tuple[int, int], warpgroups: tuple[int, int], ctas: int
 ) -> bool:
-    """Whether a cluster has enough registers to share a tile, beside those that widen floats."""
+    """Whether a cluster has enough registers to share a tile, beside those of the weights."""
     consumers, along_k = warpgroups
+    if problem.b_dtype == SINGLE and ctas > 1 and warpgroups == (1, 1):
+        return ctas * math.prod(tile) <= MOST_ADDED * WARPGROUP_THREADS
     if problem.b_dtype not in FLOATS_8 or tile[0] // consumers < MOST_ROWS:
         return True
     if problem.sums > 1 and along_k == WARPGROUPS and ctas > 2:
@@ -217,12 +251,14 @@ def _deepest(
 ) -> WidenedConfig | None:
     """Returns a config with the most stages that fit, None if there is none."""
     consumers, along_k = warpgroups
-    chunk = next((width for width in CHUNKS if width <= tile[1]), CHUNKS[-1])
+    single = problem.b_dtype == SINGLE
+    chunks = SINGLE_CHUNKS if single else CHUNKS
+    chunk = next((width for width in chunks if width <= tile[1]), chunks[-1])
     own = math.ceil(_tiles_of_cta(problem, tile, ctas, device) * -(-problem.k // step))
     most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, own))
     whole = problem.groups or _tiles(problem, tile) <= device.coresident_clusters(ctas)
     # For weights stored [n, k], clusters with several tiles of groups spill 32 to 56 bytes.
-    persistent = not whole if ctas > 1 else problem.groups
+    persistent = not whole if ctas > 1 or single else problem.groups
     persistent = persistent or (problem.groups and not problem.transpose_b)
     for stages in range(most // along_k * along_k, 2 * along_k - 1, -along_k):
         try:
@@ -245,19 +281,20 @@ def _deepest(
 
 def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     """Predicts the time of a kernel."""
-    own = config.as_computed(problem)
+    own, form = config.as_computed(problem), config.form(problem)
     (rows, cols), machine = config.tile, device.machine
-    loaded = config.step * (rows * BITS[own.a_dtype] / 8 + cols * own.b_dtype.itemsize)
-    wgmmas = rows // WGMMA_ROWS * config.step // WGMMA_DEPTH
-    each = WGMMA_CYCLES * (1 if config.form(problem).turned else UNTURNED)
-    each *= 1 + ALONE * max(0, WARPGROUPS - config.warpgroups)
-    widened = wgmmas * (each + COLUMN_CYCLES * cols)
+    times = SINGLES if own.a_dtype == SINGLE else FEW_BITS
+    loaded = config.step * (rows * bits(own.a_dtype) / 8 + cols * own.b_dtype.itemsize)
+    wgmmas = rows // WGMMA_ROWS * config.step // form.wgmma_depth
+    each = times.wgmma_cycles * (1 if form.turned or times is SINGLES else UNTURNED)
+    each *= 1 + times.alone * max(0, times.warpgroups - config.warpgroups)
+    widened = wgmmas * (each + times.column_cycles * cols)
     # A warpgroup keeps the slot of its step, and of the one before whose WGMMAs are in flight.
-    kept = config.along_k * (1 if config.form(problem).scales_sums else 2)
-    step = STEP_CYCLES + max(
-        loaded / LOAD_BYTES,
-        widened + LATENCY_CYCLES * (kept == config.stages),
-        LATENCY_CYCLES / max(1, config.stages - 1),
+    kept = config.along_k * (1 if form.scales_sums else 2)
+    step = times.step_cycles + max(
+        loaded / times.load_bytes,
+        widened + times.latency_cycles * (kept == config.stages),
+        times.latency_cycles / max(1, config.stages - 1),
     )
     tiles = config.tiles(problem)
     if problem.groups:
@@ -266,36 +303,43 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     ctas, fit = config.ctas_along_k, device.coresident_clusters(config.cluster_size)
     waves = math.ceil(tiles / fit)
     steps = math.ceil(waves * config.steps(problem) / ctas)
-    end = END_CYCLES + ELEMENT_CYCLES * rows * cols * (1 + (ctas > 1))
-    end += JOINED_CYCLES * (ctas > 1) + TURN_CYCLES * (config.along_k - 1)
+    end = times.end_cycles + times.element_cycles * rows * cols * (1 + (ctas > 1))
+    end += (
+        times.joined_cycles * (ctas > 1)
+        + times.cta_cycles * (ctas - 1)
+        + TURN_CYCLES * (config.along_k - 1)
+    )
     if config.shares_all:
         steps = math.ceil(tiles * config.steps(problem) / config.workers(problem, device))
         end += LEFT_CYCLES + LEFT_ELEMENT_CYCLES * rows * cols * fit / tiles
     # The ring runs on: only the last tile is finished while nothing is loaded.
-    ends = 1 if config.persistence == "static" else waves
+    ends = 1 + (waves - 1) * times.ends if config.persistence == "static" else waves
     busy = (steps * step + ends * end) / (CLOCK_SHARE * machine.clock_hz)
     memory = bytes_(problem) + _read_again(problem, config, device)
-    memory /= MEMORY_SHARE * machine.dram_bytes_per_second
-    launches = LAUNCH_SECONDS + FLAGS_SECONDS * config.shares_all
-    return launches + (busy**SHARPNESS + memory**SHARPNESS) ** (1 / SHARPNESS)
+    memory /= times.memory_share * machine.dram_bytes_per_second
+    launches = times.launch_seconds + FLAGS_SECONDS * config.shares_all
+    power = times.sharpness
+    return launches + (busy**power + memory**power) ** (1 / power)
 
 
 def _read_again(problem: Problem, config: WidenedConfig, device: Device) -> float:
-    """Bytes of the activations that are read again, for each wave of tiles, if no cache has them.
+    """Bytes of the smaller operand that each wave of tiles reads again, if no cache has them.
 
-    CTAs that run at once have all rows beside a few columns. 16384 x 2048 x 2048 in int4 takes 271
-    us on an H100, and 2048 cubed 26.
+    CTAs that run at once have all of it beside a part of the larger one.
     """
-    size = problem.batch * problem.m * problem.k * problem.a_dtype.itemsize
+    rows, columns = problem.batch * problem.m, problem.n * problem.sums
+    factors = (rows, config.tile[1], problem.a_dtype), (columns, config.tile[0], problem.b_dtype)
+    size, own = min((length * bits(dtype) / 8, tile / length) for length, tile, dtype in factors)
+    size *= problem.k
     if problem.groups or size <= CACHED_SHARE * device.machine.l2_bytes:
         return 0.0
     waves = math.ceil(config.tiles(problem) / device.coresident_clusters(config.cluster_size))
-    return (waves - 1) * size * min(1.0, device.sms * config.tile[1] / (problem.batch * problem.m))
+    return (waves - 1) * size * min(1.0, device.sms * own)
 
 
 def bytes_(problem: Problem) -> float:
     """Bytes that are moved at least."""
-    weights = problem.n * problem.k * BITS[problem.b_dtype] / 8
+    weights = problem.n * problem.k * bits(problem.b_dtype) / 8
     weights += problem.n * problem.k // problem.blocks.k * 2 if problem.blocks else 0
     matrices = _groups(problem)[0] if problem.groups else problem.batch
     matrices = (1 if problem.shared_b else matrices) * problem.sums

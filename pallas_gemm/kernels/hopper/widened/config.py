@@ -1,4 +1,4 @@
-"""`WidenedConfig`: what the kernel can be told that widens weights in registers."""
+"""`WidenedConfig`: what the kernel can be told that takes weights through registers."""
 
 import dataclasses
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 from pallas_gemm.config import PAIR, GemmConfig, Joined, Persistence
 from pallas_gemm.device import Device
-from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.element_types import bits
 from pallas_gemm.kernels.hardware import MAX_BARRIERS, WARPGROUP_THREADS, WGMMA_COLUMNS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.registers import Registers
 from pallas_gemm.kernels.hopper.widened import problems, shares
@@ -17,7 +17,7 @@ from pallas_gemm.kernels.ptx.form import Form
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Schedule
 
-DEPTHS = (64, 128, 256)
+DEPTHS = (32, 64, 128, 256)
 """Contracted elements of a step."""
 MOST_WARPGROUPS = 6
 """That multiply: with the one that loads, more have too few registers."""
@@ -36,7 +36,7 @@ each other."""
 
 @dataclasses.dataclass(frozen=True)
 class WidenedConfig(GemmConfig):
-    """The options of the kernel that widens weights in registers.
+    """The options of the kernel that takes weights through registers.
 
     It computes the transposed product: rows of a tile are columns of the result.
 
@@ -130,7 +130,7 @@ class WidenedConfig(GemmConfig):
         own = self.as_computed(problem)
         rows = self.tile[0] if own.sums == 1 else self.consumer_tile[0] // own.sums
         along = rows if own.transpose_a else self.step
-        return min(128, along * BITS[own.a_dtype] // 8)
+        return min(128, along * bits(own.a_dtype) // 8)
 
     def form(self, problem: Problem, scales: Any = None, zeros: Any = None) -> Form:
         """How operands lie in a slot.
@@ -189,7 +189,7 @@ class WidenedConfig(GemmConfig):
         joined = (self.along_k - 1 + awaited * (self.ctas_along_k > 1)) * rows * cols * 4
         stored = self.consumers * self.store_slots * self.store_columns * WGMMA_ROWS
         buffers = (
-            stages * rows * self.step * BITS[own.a_dtype] // 8,
+            stages * rows * self.step * bits(own.a_dtype) // 8,
             stages * cols * self.step * own.b_dtype.itemsize,
             stages * self.scales_of_step(own) * rows * SCALE_BYTES,
             # Lines of zero points in bytes may be padded, to no more than they would be in float32.
@@ -208,7 +208,7 @@ class WidenedConfig(GemmConfig):
             return (f"the Hopper kernel {device.lacks('9.0')}",)
         asked = problem.mirrored() if problem.transpose_out else problem
         reasons = problems.refusals(asked)
-        if not problems.is_widened(asked):
+        if not problems.goes_through_registers(asked):
             return reasons
         return (*reasons, *self._step_refusals(asked, device), *super().refusals(problem, device))
 
@@ -216,6 +216,8 @@ class WidenedConfig(GemmConfig):
         group = problem.blocks.k if problem.blocks else problem.k
         if group != problem.k and self.step % group and group % self.step:
             yield f"step must be a multiple or a part of {problem.blocks}, got {self.step}"
+        if self.step % (panel := self.form(problem).panel):
+            yield f"step must be a multiple of {panel} for {problem.a_dtype}, got {self.step}"
         if (steps := self.steps(problem)) < self.ctas_along_k * self.along_k:
             yield f"along_k and ctas_along_k share {steps} steps, got {self}"
         if self.shares_all and (

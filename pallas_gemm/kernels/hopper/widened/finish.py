@@ -211,40 +211,45 @@ def _chunks(plan: WidenedPlan) -> list[Chunk]:
 def _put(cta: Any, me: Scalar, number: int, chunk: Chunk, values: Sequence[Values]) -> None:
     """Stores a chunk that is finished."""
     plan = cta.plan
-    # Each result has a store of its own.
-    plgpu.wait_smem_to_gmem((plan.config.store_slots - 1) * len(values), wait_read_only=True)
+    # Each box has a store of its own.
+    stored = sum(map(panels, plan.problem.result_dtypes))
+    plgpu.wait_smem_to_gmem((plan.config.store_slots - 1) * stored, wait_read_only=True)
     boxes = [
         _write(plan, slots, me, number % plan.config.store_slots, x)
         for slots, x in zip(cta.slots.out, values, strict=True)
     ]
     plgpu.commit_smem()
-    for box, out in zip(boxes, cta.out, strict=True):
-        _store(cta, me, chunk, box, place.matrix(out, cta.at.product))
+    for own, out in zip(boxes, cta.out, strict=True):
+        for panel, box in enumerate(own):
+            below = panel * (WGMMA_ROWS // len(own))
+            _store(cta, me, chunk, below, box, place.matrix(out, cta.at.product))
 
 
-def _write(plan: WidenedPlan, slots: Any, me: Scalar, slot: int, values: Values) -> Any:
+def panels(dtype: Any) -> int:
+    """How many boxes of TMA have 64 columns of a result."""
+    return WGMMA_ROWS * dtype.itemsize // smem.ATOM_BYTES
+
+
+def _write(plan: WidenedPlan, slots: Any, me: Scalar, slot: int, values: Values) -> list[Any]:
     """Writes values to a slot, transposed; returns what of it is stored."""
-    width = values.shape[1]
-    if values.dtype.itemsize != 2:
-        box = slots.at[me, slot, pl.ds(0, width)]
-        turned.write(plan, box, values)
-        return box
+    width, count = values.shape[1], panels(values.dtype)
+    if count > 1:
+        turned.write(plan, slots.at[me, slot], values)
+        return [slots.at[me, slot, panel, pl.ds(0, width)] for panel in range(count)]
     views = smem.views(slots, simulated=plan.simulated)[widths(plan).index(width)]
     slot *= plan.config.store_columns // width
     box, tile = (view.at[me, slot] for view in views)
     tile.transpose((1, 0))[...] = values
-    return box
+    return [box]
 
 
-def _store(cta: Any, me: Scalar, chunk: Chunk, box: Any, out: Any) -> None:
-    """Starts the store of a chunk, as far as its group goes."""
-    there, at = _place(cta, me, chunk), cta.at
+def _store(cta: Any, me: Scalar, chunk: Chunk, below: int, box: Any, out: Any) -> None:
+    """Starts the store of a box so far below the first row of a chunk, as far as its group goes."""
+    (cols, rows), at, width = _place(cta, me, chunk), cta.at, box.shape[1]
+    row = rows.start + below
     if at.end is None:
-        plgpu.copy_smem_to_gmem(box, out.at[there])
+        plgpu.copy_smem_to_gmem(box, out.at[cols, pl.ds(row, width)])
         return
-    where = place.Where(None, at.col, there[1].start, end=at.end)
-    own = Chunk(chunk.col, chunk.cols, 0, WGMMA_ROWS)
-    # Of a box that is not swizzled, single rows are copied without TMA, which clips nothing.
-    inside = there[1].start < cta.plan.problem.m
-    pl.when(inside)(lambda: group_rows.store(box, out, group_rows.Place(own, where)))
-    pl.when(~inside)(plgpu.commit_smem_to_gmem_group)
+    where = place.Where(None, at.col, row, end=at.end)
+    own = Chunk(chunk.col, chunk.cols, 0, width)
+    group_rows.store(box, out, group_rows.Place(own, where))

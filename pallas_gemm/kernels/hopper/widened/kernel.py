@@ -1,10 +1,11 @@
-"""Products with weights of few bits: they are read in these, and widened in registers.
+"""Products whose weights go through registers: of few bits, or float32 stored [k, n].
 
     TMA ──▶ ring of slots ──▶ registers: weights become 16 bits ──▶ WGMMA ◀── slots of the other
     operand
 
 WGMMA takes its left operand from registers, and only that. So the transposed product is computed,
-whose left operand the weights are, and rows of its sums are columns of the result.
+whose left operand the weights are, and rows of its sums are columns of the result. Float32 stays
+what it is there: WGMMA reads TF32 in shared memory only if k comes last, and else in registers.
 
 Roles (in one CTA)
     warpgroup                       role        does
@@ -37,13 +38,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.kernels import launch, place, smem
-from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.element_types import BITS, SINGLE, bits
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
 from pallas_gemm.kernels.hopper.groups import table
 from pallas_gemm.kernels.hopper.widened import finish, walk
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
-from pallas_gemm.kernels.operand import PANEL
-from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments, widen
+from pallas_gemm.kernels.ptx import arrays, cluster, fences, fragments, tf32
 from pallas_gemm.kernels.ptx.sums import LAYOUT
 from pallas_gemm.kernels.traced import Ref, Scalar, Values
 
@@ -104,8 +104,8 @@ def _load_weights(cta: Cta, step: Scalar, slot: Scalar) -> None:
             plgpu.copy_gmem_to_smem(weights[part.array].at[there], own, full)
     else:
         for panel, part in enumerate(plan.parts(8 * form.line // form.bits)):
-            first = lax.div((at.row + part.source) * form.bits, jnp.int32(8))
-            there = pl.ds(step * form.depth, form.depth), pl.ds(first, form.line)
+            first = lax.div((at.row + part.source) * form.bits, jnp.int32(8 * form.unit))
+            there = pl.ds(step * form.depth, form.depth), pl.ds(first, form.line // form.unit)
             own = cta.slots.w.at[slot, panel]
             plgpu.copy_gmem_to_smem(weights[part.array].at[there], own, full)
 
@@ -116,7 +116,7 @@ def _load_others(cta: Cta, step: Scalar, slot: Scalar) -> None:
     at, k = cta.at, step * form.depth
     x = place.matrix(cta.gmem.factors[0].a, at.product)
     for panel in range(plan.x_panels):
-        there = pl.ds(at.col, form.cols), pl.ds(k + panel * PANEL, PANEL)
+        there = pl.ds(at.col, form.cols), pl.ds(k + panel * form.panel, form.panel)
         plgpu.copy_gmem_to_smem(x.at[there], cta.slots.x.at[slot, panel], full)
     if not form.group:
         return
@@ -135,13 +135,13 @@ def _load_others(cta: Cta, step: Scalar, slot: Scalar) -> None:
 def _load_zeros(cta: Cta, groups: Any, slot: Scalar) -> None:
     """Starts the loads of the zero points of a step: a block of each array and consumer."""
     plan, form, at = cta.plan, cta.plan.form, cta.at
-    bits, (_, _, rows) = widen.bits(form.zeros), form.zeros_of_part
+    each, (_, _, rows) = bits(form.zeros), form.zeros_of_part
     in_bytes = form.zeros in BITS
     for block in range(plan.blocks_of_zeros):
         consumer, array = divmod(block, form.sums)
         first, width = at.row + consumer * rows, rows
         if in_bytes:
-            first, width = lax.div(first * bits, jnp.int32(8)), rows * bits // 8
+            first, width = lax.div(first * each, jnp.int32(8)), rows * each // 8
         zeros = place.matrix(cta.gmem.scales[form.sums + array], at.product)
         own = cta.slots.zeros.at[slot, block, pl.ds(0, plan.scales_of_step)]
         there = groups, pl.ds(first, width)
@@ -302,6 +302,8 @@ def _body(plan: WidenedPlan, gmem: launch.Inputs, *rest: Any) -> None:
 
     # JAX lowers the branch for False twice, once to see what it returns: the shorter one.
     lax.cond(lax.axis_index(launch.WARPGROUP) != plan.config.warpgroups, consume, produce)
+    if plan.rounds_loads:
+        tf32.round_loads([gmem.factors[0].a, *gmem.factors[0].b])
 
 
 def _slots(plan: WidenedPlan) -> Slots:
@@ -312,15 +314,15 @@ def _slots(plan: WidenedPlan) -> Slots:
         (config.consumers, config.store_slots * (config.store_columns // width), width, WGMMA_ROWS)
         for width in finish.widths(plan)
     ]
-    whole = (config.consumers, config.store_slots, config.store_columns, WGMMA_ROWS)
+    lead, whole = (config.consumers, config.store_slots), (config.store_columns, WGMMA_ROWS)
     return Slots(
         w=plgpu.SMEM(
-            (stages, form.panels, form.lines, form.line),
-            jnp.int8,
+            (stages, form.panels, form.lines, form.line // form.unit),
+            jnp.int8 if form.kind in BITS else form.kind,
             transforms=(plgpu.SwizzleTransform(form.line),),
         ),
         x=plgpu.SMEM(
-            (stages, plan.x_panels, form.cols, PANEL),
+            (stages, plan.x_panels, form.cols, form.panel),
             form.to,
             transforms=(plgpu.SwizzleTransform(smem.ATOM_BYTES),),
         ),
@@ -343,11 +345,17 @@ def _slots(plan: WidenedPlan) -> Slots:
         out=tuple(
             smem.boxed(boxes, dtype, simulated=plan.simulated)
             if dtype.itemsize == 2
-            else plgpu.SMEM(whole, dtype)
+            else _slots_of_panels((*lead, finish.panels(dtype)), whole, dtype)
             for dtype in plan.problem.result_dtypes
         ),
-        loaded=tuple(plgpu.SMEM(whole, dtype) for dtype in plan.problem.loaded_dtypes),
+        loaded=tuple(plgpu.SMEM((*lead, *whole), dtype) for dtype in plan.problem.loaded_dtypes),
     )
+
+
+def _slots_of_panels(lead: tuple[int, ...], whole: tuple[int, int], dtype: Any) -> Any:
+    cols, rows = whole
+    transforms = (plgpu.SwizzleTransform(smem.ATOM_BYTES),)
+    return plgpu.SMEM((*lead, cols, rows // lead[-1]), dtype, transforms=transforms)
 
 
 def _slots_of_zeros(plan: WidenedPlan) -> Any:
@@ -379,10 +387,9 @@ def _barriers(plan: WidenedPlan) -> Barriers:
 
 def in_bytes(w: jax.Array) -> jax.Array:
     """The bytes that hold numbers of few bits: the array itself, in memory. Others as they are."""
-    bits = BITS.get(w.dtype)
-    if bits is None:
+    if w.dtype not in BITS:
         return w
-    if bits == 4:
+    if bits(w.dtype) == 4:
         w = w.reshape(*w.shape[:-1], w.shape[-1] // 2, 2)
     return lax.bitcast_convert_type(w, jnp.int8)
 
@@ -408,8 +415,12 @@ def build(plan: WidenedPlan) -> Callable[..., Any]:
         scales, others = rest[: plan.problem.scales], rest[plan.problem.scales :]
         sums = plan.problem.sums
         scales = [*_of_one_type(scales[:sums]), *_of_one_type(scales[sums:])]
+        scales = list(map(launch.in_whole_rows, scales))
         own = plan.typed(scales)
-        operands = [a, *(in_bytes(x) for x in (b, *ups, *scales)), *others]
+        factors = [a, b, *ups]
+        if plan.problem.a_dtype == SINGLE and not plan.rounds_loads:
+            factors = map(tf32.rounded, factors)
+        operands = [*(in_bytes(x) for x in (*factors, *scales)), *others]
         inputs = launch.inputs(plan.config, plan.problem, operands, sizes)
         left = plan.left_sums
         if left:

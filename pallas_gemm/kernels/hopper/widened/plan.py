@@ -1,4 +1,4 @@
-"""`WidenedPlan`: what follows from a product with weights of few bits, a config and a device."""
+"""`WidenedPlan`: what follows from a product, a config and a device."""
 
 import dataclasses
 import functools
@@ -8,10 +8,9 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.kernels.element_types import BITS
+from pallas_gemm.kernels.element_types import SINGLE, bits
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
-from pallas_gemm.kernels.operand import PANEL
 from pallas_gemm.kernels.plan import KernelPlan
 from pallas_gemm.kernels.ptx.form import Form
 
@@ -75,14 +74,20 @@ class WidenedPlan(KernelPlan):
         return self.config.shares_all or self.config.tiles(self.problem) > self.workers
 
     @property
-    def bits(self) -> int:
-        """The bits of a weight."""
-        return BITS[self.problem.a_dtype]
+    def weights_are_smaller(self) -> bool:
+        """Whether the weights have fewer bytes than the other operand."""
+        own = self.problem
+        return own.m * own.sums * bits(own.a_dtype) < own.n * bits(own.b_dtype)
+
+    @property
+    def rounds_loads(self) -> bool:
+        """Whether TMA rounds operands."""
+        return self.problem.a_dtype == SINGLE and not self.simulated
 
     @property
     def x_panels(self) -> int:
         """Panels of the other operand in a slot."""
-        return self.config.step // PANEL
+        return self.config.step // self.form.panel
 
     @property
     def scales_of_step(self) -> int:

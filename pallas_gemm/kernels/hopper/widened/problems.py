@@ -1,10 +1,9 @@
-"""Which products with weights of few bits the kernel takes that widens them in registers."""
+"""Which products the kernel takes whose weights go through registers."""
 
 from collections.abc import Iterator
 
 from pallas_gemm.kernels import element_types
-from pallas_gemm.kernels.element_types import BITS, FROM_16_BITS
-from pallas_gemm.kernels.hardware import WGMMA_ROWS
+from pallas_gemm.kernels.element_types import BITS, FROM_16_BITS, SINGLE, bits
 from pallas_gemm.problem import ROW_BYTES, Problem
 
 GROUPS = (32, 64, 128)
@@ -16,6 +15,16 @@ def is_widened(problem: Problem) -> bool:
     return problem.b_dtype in BITS and problem.a_dtype in element_types.FLOATS_16
 
 
+def is_turned(problem: Problem) -> bool:
+    """Whether a problem multiplies float32 that is stored as WGMMA cannot read it."""
+    return problem.a_dtype == problem.b_dtype == SINGLE and not problem.transpose_b
+
+
+def goes_through_registers(problem: Problem) -> bool:
+    """Whether the kernel multiplies such operands."""
+    return is_widened(problem) or is_turned(problem)
+
+
 def refusals(problem: Problem) -> tuple[str, ...]:
     """Returns every reason why the kernel cannot take a problem, whatever the config."""
     return tuple(_refusals(problem))
@@ -23,10 +32,11 @@ def refusals(problem: Problem) -> tuple[str, ...]:
 
 def _refusals(problem: Problem) -> Iterator[str]:
     """Yields them, of a problem as it is asked for: the weights are its right operand."""
-    if not is_widened(problem):
+    if not goes_through_registers(problem):
         yield (
             "weights of few bits are the right operand, and the left one is bfloat16 or float16,"
-            f" got {problem.a_dtype} and {problem.b_dtype}"
+            " or both are float32 and the right one is stored [k, n],"
+            f" got {problem.a_dtype} and {problem.b_dtype} in layout {problem.layout}"
         )
         return
     yield from _layout_refusals(problem)
@@ -36,8 +46,10 @@ def _refusals(problem: Problem) -> Iterator[str]:
             f"scales are those of {', '.join(map(str, GROUPS))} or more weights of a column, or of"
             f" all, got {blocks}"
         )
+    if blocks and is_turned(problem):
+        yield f"float32 has no scales in blocks, got {blocks}"
     if problem.terms or problem.symmetric or problem.ragged_k or problem.transpose_out:
-        yield "weights of few bits are those of one product, of a batch, or of rows in groups"
+        yield "weights are those of one product, of a batch, or of rows in groups"
     if problem.reductions or not problem.result_dtypes:
         yield "a function of the product reduces nothing, and has a value for each element"
     if problem.parts:
@@ -56,7 +68,7 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
     yield from _type_refusals(problem)
     if problem.transpose_a:
         yield "the left operand must be stored with k last"
-    last, whole = problem.b_shape[-1], ROW_BYTES * 8 // BITS[problem.b_dtype]
+    last, whole = problem.b_shape[-1], ROW_BYTES * 8 // bits(problem.b_dtype)
     if last % whole:
         yield (
             f"TMA needs rows of a multiple of 16 bytes: the last dimension of b must be a multiple"
@@ -66,26 +78,9 @@ def _layout_refusals(problem: Problem) -> Iterator[str]:
         yield f"zero points of {problem.b_dtype} need n of a multiple of {whole}, got n={problem.n}"
     if problem.k % (own := ROW_BYTES // problem.a_dtype.itemsize):
         yield f"k must be a multiple of {own} for {problem.a_dtype}, got {problem.k}"
-    yield from _refused_boxes(problem)
-    each = (*problem.result_dtypes, *problem.loaded_dtypes)
-    if problem.n * min((x.itemsize for x in each), default=ROW_BYTES) % ROW_BYTES:
-        yield f"the result needs rows of a multiple of 16 bytes, got n={problem.n}"
-
-
-def _refused_boxes(problem: Problem) -> Iterator[str]:
-    """Yields which results need boxes that JAX copies without TMA.
-
-    So it copies a box of shared memory that is not swizzled to whole rows, or to a single one. The
-    next row would then get the columns beyond the edge.
-    """
-    whole, columns = element_types.SINGLE in problem.result_dtypes, problem.out_shape[-1]
-    if columns == WGMMA_ROWS and whole:
-        yield f"a result of float32 must not have {WGMMA_ROWS} columns"
-    if problem.groups and whole and columns % WGMMA_ROWS:
-        yield (
-            f"float32 results of rows in groups need a multiple of {WGMMA_ROWS} columns, got"
-            f" n={problem.n}"
-        )
+    each, columns = (*problem.result_dtypes, *problem.loaded_dtypes), problem.out_shape[-1]
+    if columns * min((x.itemsize for x in each), default=ROW_BYTES) % ROW_BYTES:
+        yield f"the result needs rows of a multiple of 16 bytes, got {columns} columns"
 
 
 def _type_refusals(problem: Problem) -> Iterator[str]:

@@ -1,13 +1,14 @@
 """Which tiles a CTA computes: rows and columns are those of the transposed product.
 
-    products         columns of tiles follow each other, then rows, then the products of a batch
+    products         columns of tiles follow each other, then rows, then the products of a batch;
+                     rows first where the weights have fewer bytes than the other operand
     rows in groups   each group has columns of tiles of its own. A CTA adds up the sizes of groups,
                      from which follows how many there are. Rows in no group have such tiles, too:
                      they are zeros. A CTA beyond all tiles ends.
 
-CTAs that follow each other have the same weights, or those that lie side by side. A CTA has one
-tile, or takes every so many of all: then the loads of the next one begin before the last has ended.
-CTAs of a cluster share its tiles, or all CTAs do: see `shares.py`.
+CTAs that follow each other have the same part of the larger operand, or parts that lie side by
+side. A CTA has one tile, or several: then the loads of the next one begin before the last has
+ended. CTAs of a cluster share its tiles, or all CTAs do: see `shares.py`.
 """
 
 import functools
@@ -128,10 +129,13 @@ def _of_products(plan: WidenedPlan, number: Scalar) -> Tile:
     """A tile of a product, or of a batch of them."""
     down, across = plan.config.grid(plan.problem)
     height, width = plan.config.out_tile(plan.problem)
-    row, col = divided(number, across)
-    if plan.problem.batch == 1:
-        return Tile(row * height, col * width)
-    product, row = divided(row, down)
+    product = None
+    if plan.problem.batch > 1:
+        product, number = divided(number, down * across)
+    if plan.weights_are_smaller:
+        col, row = divided(number, down)
+    else:
+        row, col = divided(number, across)
     return Tile(row * height, col * width, product)
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_gemm import gated_gemm, offline, target
+from pallas_gemm import explain, gated_gemm, gemm, offline, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.widened import kernel, problems
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
@@ -185,7 +185,7 @@ def test_shared_tiles_of_groups_spill_nothing(rows: int, kind: Any) -> None:
     assert (found.spill_bytes, found.serialized) == (0, "")
 
 
-@pytest.mark.parametrize(("rows", "columns"), [(256, 32), (256, 96), (300, 128)])
+@pytest.mark.parametrize(("rows", "columns"), [(256, 32), (256, 64), (300, 128)])
 def test_results_are_stored_by_what_clips_at_the_edge(rows: int, columns: int) -> None:
     problem = Problem(rows, columns, 128, b_dtype=jnp.int8, transpose_b=True, out_dtype=jnp.float32)
     config = heuristics.best(problem, H200, WIDENED)
@@ -197,15 +197,58 @@ def test_results_are_stored_by_what_clips_at_the_edge(rows: int, columns: int) -
     assert all("tensor" in store for store in stores)
 
 
-def test_whole_rows_of_float32_are_refused() -> None:
-    def asked(columns: int, dtype: Any) -> Problem:
-        return Problem(256, columns, 128, b_dtype=jnp.int8, transpose_b=True, out_dtype=dtype)
+@pytest.mark.parametrize("last", [False, True])
+@pytest.mark.parametrize(
+    ("columns", "kind", "scales"),
+    [(516, jnp.int8, jnp.float32), (514, jnp.int4, jnp.float32), (514, jnp.int8, jnp.bfloat16)],
+    ids=str,
+)
+def test_rows_of_any_length_are_lowered(columns: int, kind: Any, scales: Any, last: bool) -> None:
+    def f(x: Any, w: Any, scale: Any) -> Any:
+        return gemm(x, w, transpose_b=last, col_scale=scale)
 
-    refused = problems.refusals(asked(64, jnp.float32))
-    assert refused == ("a result of float32 must not have 64 columns",)
-    grouped = dataclasses.replace(asked(96, jnp.float32), groups=3)
-    assert "a multiple of 64 columns, got n=96" in problems.refusals(grouped)[0]
-    assert not problems.refusals(dataclasses.replace(grouped, n=128))
-    assert not problems.refusals(dataclasses.replace(grouped, out_dtype=jnp.bfloat16))
-    assert not problems.refusals(asked(64, jnp.bfloat16))
-    assert not problems.refusals(asked(128, jnp.float32))
+    x = jax.ShapeDtypeStruct((40, 1024), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((columns, 1024) if last else (1024, columns), kind)
+    operands = x, w, jax.ShapeDtypeStruct((8, columns), scales)
+    with target("h200"):
+        found = explain(f, *operands)
+        assert found.plan is not None
+        assert isinstance(found.plan.config, WidenedConfig)
+        exported = jax.export.export(jax.jit(f), platforms=["cuda"])(*operands)
+    assert "mosaic_gpu" in exported.mlir_module()
+
+
+SINGLE = dict.fromkeys(("a_dtype", "b_dtype", "out_dtype"), jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("rows", "columns", "k", "options"),
+    [
+        (16, 4096, 4096, {}),
+        (64, 5120, 11008, {}),
+        (148, 3616, 824, {}),
+        (2048, 2048, 2048, {}),
+        (65536, 256, 256, {}),
+        (1000, 1616, 2528, {"epilogue": Epilogue(bias=True, activation=jax.nn.gelu)}),
+        (50, 64, 4864, {"epilogue": GATED, **WIDE}),
+        (64, 84, 2500, {"epilogue": Epilogue(residual=True), **WIDE}),
+        (400, 1408, 2048, {"groups": 8}),
+    ],
+    ids=["16", "64", "148", "2048", "65536", "gelu", "gated", "residual", "experts"],
+)
+def test_float32_spills_nothing(rows: int, columns: int, k: int, options: Any) -> None:
+    problem = Problem(rows, columns, k, **SINGLE, **options)
+    config = heuristics.best(problem, H200, WIDENED)
+    assert isinstance(config, WidenedConfig)
+    run, operands = program(problem, config, None)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
+    assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
+
+
+def test_what_is_of_float32_alone_has_no_k_last_and_no_scales() -> None:
+    asked = Problem(256, 64, 128, **SINGLE)
+    assert not problems.refusals(asked)
+    assert "in layout NT" in problems.refusals(dataclasses.replace(asked, transpose_b=True))[0]
+    (refused,) = problems.refusals(dataclasses.replace(asked, blocks=BLOCKS))
+    assert "float32 has no scales in blocks" in refused

@@ -1,4 +1,4 @@
-"""Weights of few bits in the GPU simulator, which also records races."""
+"""Weights that go through registers in the GPU simulator, which also records races."""
 
 import functools
 from typing import Any
@@ -14,6 +14,7 @@ from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.kernels.hopper.widened import kernel
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
+from pallas_gemm.kernels.ptx import tf32
 from pallas_gemm.problem import Blocks, Epilogue, Problem
 from tests import races
 
@@ -27,7 +28,9 @@ def problem(kind: Any, m: int, n: int, k: int, *, group: int = 0, **options: Any
 
 
 def weights(shape: tuple[int, ...], kind: Any, rng: np.random.Generator) -> jax.Array:
-    """Weights of any value that they can have but infinity and NaN."""
+    """Weights of any value that they can have but infinity and NaN; TF32 holds those of float32."""
+    if kind == jnp.float32:
+        return tf32.rounded(jnp.asarray(rng.standard_normal(shape), kind))
     if jnp.issubdtype(kind, jnp.integer):
         limits = jnp.iinfo(kind)
         return jnp.asarray(rng.integers(int(limits.min), int(limits.max) + 1, shape)).astype(kind)
@@ -102,6 +105,35 @@ def test_each_type_is_multiplied_as_it_is_stored(kind: Any, transpose_b: bool) -
 )
 def test_every_form_of_a_kernel(asked: Problem, config: WidenedConfig, scales: Any) -> None:
     check(asked, config, scales)
+
+
+SINGLE = {"to": jnp.float32, "out_dtype": jnp.float32}
+
+
+@pytest.mark.parametrize(
+    ("asked", "config"),
+    [
+        (problem(jnp.float32, 20, 320, 480, **SINGLE), Config(step=32, consumers=2)),
+        (problem(jnp.float32, 12, 192, 640, **SINGLE), Config(step=64)),
+        (problem(jnp.float32, 9, 64, 68, **SINGLE), Config(tile=(64, 16), step=32, along_k=1)),
+        (
+            problem(jnp.float32, 70, 96, 256, to=jnp.float32),
+            Config(tile=(64, 40), step=32, along_k=1, store_columns=32, persistence="static"),
+        ),
+    ],
+    ids=["cut", "in turns", "one panel", "bfloat16"],
+)
+def test_float32_is_multiplied_as_it_is_stored(asked: Problem, config: WidenedConfig) -> None:
+    check(asked, config)
+
+
+def test_float32_is_rounded_where_the_simulator_does_not() -> None:
+    x = 1 + 2.0**-11 + 2.0**-20
+    asked = problem(jnp.float32, 8, 64, 64, **SINGLE)
+    config = Config(tile=(64, 16), step=32, along_k=1)
+    run = kernel.build(WidenedPlan(asked, config, H200, interpret=SIMULATOR))
+    a, b = (jnp.full(shape, x, jnp.float32) for shape in (asked.a_shape, asked.b_shape))
+    np.testing.assert_array_equal(jax.jit(run)(a, b), 64 * (1 + 2.0**-10) ** 2)
 
 
 def test_what_follows_is_applied_to_the_sums() -> None:

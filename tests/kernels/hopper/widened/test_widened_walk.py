@@ -16,6 +16,20 @@ from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.hopper.widened.plan import WidenedPlan
 from tests.kernels.hopper.widened.test_widened_simulated import SIMULATOR, problem
 
+
+@pytest.mark.parametrize(("rows", "is_shared"), [(64, "row"), (2048, "col")])
+def test_tiles_that_follow_each_other_share_the_larger_operand(rows: int, is_shared: str) -> None:
+    asked = problem(jnp.float32, rows, 512, 128, to=jnp.float32, out_dtype=jnp.float32, batch=2)
+    config = WidenedConfig(tile=(128, 16), along_k=1, stages=2, step=32, store_columns=16)
+    plan = WidenedPlan(asked, config, H200, interpret=SIMULATOR)
+    with jax.disable_jit():
+        tiles = [walk._of_products(plan, jnp.int32(i)) for i in range(config.tiles(asked))]
+    places = [tuple(map(int, (tile.product, tile.row, tile.col))) for tile in tiles]
+    assert len(set(places)) == len(places) == 2 * 4 * rows // 16
+    assert [int(tile.product) for tile in tiles] == sorted(int(tile.product) for tile in tiles)
+    assert len({int(getattr(tile, is_shared)) for tile in tiles[:4]}) == 1
+
+
 ROWS, COLUMNS = 40, 256
 HEIGHT, WIDTH = 128, 8
 
