@@ -177,7 +177,8 @@ def test_the_config_of_what_goes_through_registers_may_be_named(dtype: Any) -> N
         found = explain(product, a, b).plan
         assert found is not None
         assert isinstance(found.config, WidenedConfig)
-        config = dataclasses.replace(found.config, stages=found.config.stages - 1)
+        config = dataclasses.replace(found.config, stages=2 * found.config.along_k)
+        assert config != found.config
         named = explain(functools.partial(product, config=config), a, b).plan
     assert named is not None
     assert named.config == config
