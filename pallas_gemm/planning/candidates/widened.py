@@ -7,7 +7,7 @@ them as fast as they come. The tensor cores limit a product of many rows.
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from pallas_gemm.device import Device
@@ -18,10 +18,6 @@ from pallas_gemm.problem import Problem
 
 NARROW = 32
 """Rows of the result for which two warpgroups are too few to widen as fast as memory brings."""
-NARROW_FORMS = ((64, 1, 4), (128, 1, 2), (128, 1, 3), (128, 1, 4), (256, 2, 2))
-FORMS = ((64, 1, 4), (128, 1, 1), (128, 1, 2), (128, 2, 1), (128, 2, 2), (256, 2, 1))
-SINGLE_FORMS = ((64, 1, 1), (64, 1, 2), (128, 2, 1), (256, 2, 1))
-"""Columns of the result, consumers that share them, and those that take steps in turns."""
 CTAS = (2, 3, 4, 5, 8)
 """CTAs of a cluster that share the steps of few rows."""
 CTAS_OF_GROUPS = (2,)
@@ -44,8 +40,6 @@ FEWEST_STEPS = 4
 """Each of these CTAs has at least."""
 TURN_CYCLES = 400
 """From one warpgroup that takes steps in turns to the next, until its sums are added."""
-UNTURNED = 1.5
-"""Widening takes longer by this factor where weights are not turned as they are loaded."""
 WARPGROUPS = 4
 MOST_ROWS = 128
 """Rows of sums of a warpgroup: with 256 it has too few registers for the weights on their way."""
@@ -61,23 +55,27 @@ a tile."""
 WIDE, NARROWER = (128, 128), (96, 64, 48, 32)
 """If a result has fewer tiles of the first size than the GPU has SMs, tiles may be narrower. In
 int4, 256 x 1024 x 4096 takes 9.9 us so on an H200, and 13.3 us in tiles of 128 rows."""
-CHUNKS, SINGLE_CHUNKS = (64, 32, 16), (32, 16)
 MOST_STAGES = 16
-STEPS, SINGLE_STEPS = (64, 128), (32, 64)
-"""Contracted elements of a step; 256 takes 6% longer."""
 CLOCK_SHARE = 0.92
 """The share of the highest clock that is left while all SMs multiply."""
 CACHED_SHARE = 0.9
 """The share of the L2 that an operand may take up."""
 
 
-class Times(NamedTuple):
-    """The times of kernels for weights of a kind.
+class Kind(NamedTuple):
+    """The choices for weights of a kind, and the times of their kernels.
 
     Attributes:
+        narrow_forms: Columns of the result of a tile with few rows of it, consumers that share
+            them, and those that take steps in turns.
+        forms: The same with more rows.
+        steps: Contracted elements of a step.
+        chunks: Rows of the result that are stored at a time.
+        persistent: CTAs take several tiles if there are more tiles than CTAs.
         launch_seconds: Until the first operands arrive.
         wgmma_cycles: A WGMMA of 64 rows.
         column_cycles: For each of its columns.
+        unturned: WGMMAs take longer by this factor where the hardware does not turn weights.
         warpgroups: How many are enough to have weights ready for WGMMA.
         alone: WGMMAs take longer by this share for each warpgroup that lacks.
         step_cycles: Each step, whatever it does.
@@ -93,9 +91,15 @@ class Times(NamedTuple):
             norm.
     """
 
+    narrow_forms: Sequence[tuple[int, int, int]]
+    forms: Sequence[tuple[int, int, int]]
+    steps: Sequence[int]
+    chunks: Sequence[int]
+    persistent: bool
     launch_seconds: float
     wgmma_cycles: float
     column_cycles: float
+    unturned: float
     warpgroups: int
     alone: float
     step_cycles: float
@@ -110,16 +114,61 @@ class Times(NamedTuple):
     sharpness: float
 
 
-FEW_BITS = Times(
-    *(1.7e-6, 19.6, 0.305, 4, 0.13, 143, 145, 0.36, 0.0, 2950, 0, 1200, 43, 0.95, 2.75),
+FEW_BITS = Kind(
+    narrow_forms=((64, 1, 4), (128, 1, 2), (128, 1, 3), (128, 1, 4), (256, 2, 2)),
+    forms=((64, 1, 4), (128, 1, 1), (128, 1, 2), (128, 2, 1), (128, 2, 2), (256, 2, 1)),
+    # Steps of 256 take 6% longer.
+    steps=(64, 128),
+    chunks=(64, 32, 16),
+    persistent=False,
+    launch_seconds=1.7e-6,
+    wgmma_cycles=19.6,
+    column_cycles=0.305,
+    unturned=1.5,
+    warpgroups=WARPGROUPS,
+    alone=0.13,
+    step_cycles=143,
+    end_cycles=145,
+    element_cycles=0.36,
+    ends=0,
+    joined_cycles=2950,
+    cta_cycles=0,
+    latency_cycles=1200,
+    load_bytes=43,
+    memory_share=0.95,
+    sharpness=2.75,
 )
-"""Fitted together to 160 configs of 45 products with 1 to 256 rows on an H200. Their predictions
-are off by 10%."""
-SINGLES = Times(
-    *(1.34e-6, 4.0, 0.51, 2, 5.8, 0, 330, 0.26, 0.74, 1335, 263, 946, 49, 0.97, 2.08),
+"""The times were fitted together to 160 configs of 45 products with 1 to 256 rows on an H200. Their
+predictions are off by 10%."""
+SINGLES = Kind(
+    narrow_forms=((64, 1, 1), (64, 1, 2), (128, 2, 1), (256, 2, 1)),
+    forms=((64, 1, 1), (64, 1, 2), (128, 2, 1), (256, 2, 1)),
+    steps=(32, 64),
+    chunks=(32, 16),
+    persistent=True,
+    launch_seconds=1.34e-6,
+    wgmma_cycles=4.0,
+    column_cycles=0.51,
+    unturned=1,
+    warpgroups=2,
+    alone=5.8,
+    step_cycles=0,
+    end_cycles=330,
+    element_cycles=0.26,
+    ends=0.74,
+    joined_cycles=1335,
+    cta_cycles=263,
+    latency_cycles=946,
+    load_bytes=49,
+    memory_share=0.97,
+    sharpness=2.08,
 )
-"""Of float32: fitted to 348 configs of 52 products with 16 to 65536 rows on an H200. Half of the
-predictions are within 7%."""
+"""Float32. The times were fitted together to 348 configs of 52 products with 16 to 65536 rows on an
+H200. Half of the predictions are within 7%."""
+
+
+def _kind(problem: Problem) -> Kind:
+    return SINGLES if problem.b_dtype == SINGLE else FEW_BITS
 
 
 def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator[WidenedConfig]:
@@ -133,10 +182,9 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
     if cut is not None:
         return
     columns = _columns_of_groups(problem) if problem.groups else _columns(problem, device)
-    single = problem.b_dtype == SINGLE
-    for cols, step in itertools.product(columns, SINGLE_STEPS if single else STEPS):
-        forms = NARROW_FORMS if cols <= NARROW else FORMS
-        for rows, consumers, along_k in SINGLE_FORMS if single else forms:
+    kind = _kind(problem)
+    for cols, step in itertools.product(columns, kind.steps):
+        for rows, consumers, along_k in kind.narrow_forms if cols <= NARROW else kind.forms:
             # A gated column has two rows of sums.
             tile = rows * problem.sums, cols
             if tile[0] // consumers > _most_rows(problem, cols, (consumers, along_k), step):
@@ -155,10 +203,11 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
 
 def _most_rows(problem: Problem, cols: int, warpgroups: tuple[int, int], step: int) -> int:
     """How many rows of sums a warpgroup may have, for which it has enough registers."""
-    is_short = math.prod(warpgroups) == WARPGROUPS and cols > MOST_OF_FOUR and step == STEPS[-1]
+    is_long = step == _kind(problem).steps[-1]
+    lacks_registers = math.prod(warpgroups) == WARPGROUPS and cols > MOST_OF_FOUR and is_long
     is_packed = bits(problem.b_dtype) == 4 and not problem.transpose_b
     is_spared = is_packed and not problem.groups and cols <= NARROW and warpgroups == (2, 2)
-    return MOST_ROWS // 2 if is_short and not is_spared else MOST_ROWS
+    return MOST_ROWS // 2 if lacks_registers and not is_spared else MOST_ROWS
 
 
 def _shared_by_all(
@@ -251,14 +300,13 @@ def _deepest(
 ) -> WidenedConfig | None:
     """Returns a config with the most stages that fit, None if there is none."""
     consumers, along_k = warpgroups
-    single = problem.b_dtype == SINGLE
-    chunks = SINGLE_CHUNKS if single else CHUNKS
-    chunk = next((width for width in chunks if width <= tile[1]), chunks[-1])
+    kind = _kind(problem)
+    chunk = next((width for width in kind.chunks if width <= tile[1]), kind.chunks[-1])
     own = math.ceil(_tiles_of_cta(problem, tile, ctas, device) * -(-problem.k // step))
     most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, own))
     whole = problem.groups or _tiles(problem, tile) <= device.coresident_clusters(ctas)
     # For weights stored [n, k], clusters with several tiles of groups spill 32 to 56 bytes.
-    persistent = not whole if ctas > 1 or single else problem.groups
+    persistent = not whole if ctas > 1 or kind.persistent else problem.groups
     persistent = persistent or (problem.groups and not problem.transpose_b)
     for stages in range(most // along_k * along_k, 2 * along_k - 1, -along_k):
         try:
@@ -283,18 +331,18 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     """Predicts the time of a kernel."""
     own, form = config.as_computed(problem), config.form(problem)
     (rows, cols), machine = config.tile, device.machine
-    times = SINGLES if own.a_dtype == SINGLE else FEW_BITS
+    kind = _kind(problem)
     loaded = config.step * (rows * bits(own.a_dtype) / 8 + cols * own.b_dtype.itemsize)
     wgmmas = rows // WGMMA_ROWS * config.step // form.wgmma_depth
-    each = times.wgmma_cycles * (1 if form.turned or times is SINGLES else UNTURNED)
-    each *= 1 + times.alone * max(0, times.warpgroups - config.warpgroups)
-    widened = wgmmas * (each + times.column_cycles * cols)
+    each = kind.wgmma_cycles * (1 if form.turned else kind.unturned)
+    each *= 1 + kind.alone * max(0, kind.warpgroups - config.warpgroups)
+    widened = wgmmas * (each + kind.column_cycles * cols)
     # A warpgroup keeps the slot of its step, and of the one before whose WGMMAs are in flight.
     kept = config.along_k * (1 if form.scales_sums else 2)
-    step = times.step_cycles + max(
-        loaded / times.load_bytes,
-        widened + times.latency_cycles * (kept == config.stages),
-        times.latency_cycles / max(1, config.stages - 1),
+    step = kind.step_cycles + max(
+        loaded / kind.load_bytes,
+        widened + kind.latency_cycles * (kept == config.stages),
+        kind.latency_cycles / max(1, config.stages - 1),
     )
     tiles = config.tiles(problem)
     if problem.groups:
@@ -303,22 +351,19 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
     ctas, fit = config.ctas_along_k, device.coresident_clusters(config.cluster_size)
     waves = math.ceil(tiles / fit)
     steps = math.ceil(waves * config.steps(problem) / ctas)
-    end = times.end_cycles + times.element_cycles * rows * cols * (1 + (ctas > 1))
-    end += (
-        times.joined_cycles * (ctas > 1)
-        + times.cta_cycles * (ctas - 1)
-        + TURN_CYCLES * (config.along_k - 1)
-    )
+    end = kind.end_cycles + kind.element_cycles * rows * cols * (1 + (ctas > 1))
+    end += kind.joined_cycles * (ctas > 1) + kind.cta_cycles * (ctas - 1)
+    end += TURN_CYCLES * (config.along_k - 1)
     if config.shares_all:
         steps = math.ceil(tiles * config.steps(problem) / config.workers(problem, device))
         end += LEFT_CYCLES + LEFT_ELEMENT_CYCLES * rows * cols * fit / tiles
     # The ring runs on: only the last tile is finished while nothing is loaded.
-    ends = 1 + (waves - 1) * times.ends if config.persistence == "static" else waves
+    ends = 1 + (waves - 1) * kind.ends if config.persistence == "static" else waves
     busy = (steps * step + ends * end) / (CLOCK_SHARE * machine.clock_hz)
     memory = bytes_(problem) + _read_again(problem, config, device)
-    memory /= times.memory_share * machine.dram_bytes_per_second
-    launches = times.launch_seconds + FLAGS_SECONDS * config.shares_all
-    power = times.sharpness
+    memory /= kind.memory_share * machine.dram_bytes_per_second
+    launches = kind.launch_seconds + FLAGS_SECONDS * config.shares_all
+    power = kind.sharpness
     return launches + (busy**power + memory**power) ** (1 / power)
 
 
