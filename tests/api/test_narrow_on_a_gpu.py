@@ -67,6 +67,11 @@ def in_clusters(m: int, config: dict[str, Any]) -> WidenedConfig:
     return WidenedConfig(**({"tile": tile, "persistence": "static"} | config))
 
 
+def turned(config: dict[str, Any]) -> WidenedConfig:
+    """Returns a config by which float32 is turned."""
+    return WidenedConfig(**({"step": 32, "along_k": 1, "store_columns": 16} | config))
+
+
 def in_groups(config: dict[str, Any]) -> WidenedConfig:
     """Returns a config by which CTAs take tiles of rows in groups."""
     return WidenedConfig(**({"store_columns": 16, "persistence": "static"} | config))
@@ -207,8 +212,7 @@ def test_ctas_of_a_cluster_share_its_tiles(m, tiles, config, dtype, last):
 def test_float32_is_turned_in_registers(m, n, config, dtype):
     k = 1020
     x, w, residual = _integers(m, k, seed=0), _integers(k, n, seed=1), _integers(m, n, seed=3)
-    given = {"step": 32, "along_k": 1, "store_columns": 16} | config
-    named = WidenedConfig(**given)
+    named = turned(config)
 
     def multiply(x: Any, w: Any, residual: Any) -> Any:
         return gemm(x, w, residual=residual, config=named, preferred_element_type=dtype)

@@ -1,6 +1,7 @@
 """Float32 that is rounded to TF32 on its way into shared memory."""
 
 import ctypes
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,7 @@ from pallas_gemm.kernels.exchange import Exchange
 from pallas_gemm.kernels.hopper import kernel as hopper
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.kernels.hopper.plan import HopperPlan
+from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.ptx import tf32
 from pallas_gemm.op import kept_kernels
 from pallas_gemm.problem import Problem
@@ -30,7 +32,8 @@ F32, TF32 = np.dtype(np.float32), "TF32_TF32_F32"
 SIMULATOR = plgpu.InterpretGPUParams(detect_races=True)
 SMALL = HopperConfig(tile=(64, 64), stages=2, consumers=1, store_columns=32, late_store=False)
 NAMED = {"transpose_b": True, "implementation": "hopper"}
-MATRIX, RIGHT = (512, 96), (256, 96)
+MATRIX, RIGHT, STORED = (512, 96), (256, 96), (96, 256)
+TURNED = WidenedConfig(tile=(64, 16), stages=2, step=32, along_k=1, store_columns=16)
 Product = Callable[..., jax.Array]
 
 
@@ -39,9 +42,10 @@ def with_residual(a: jax.Array, b: jax.Array, residual: jax.Array) -> jax.Array:
     return gemm(a, b, residual=residual, precision=TF32, **NAMED)
 
 
-def in_groups(a: jax.Array, b: jax.Array) -> jax.Array:
+def in_groups(a: jax.Array, b: jax.Array, **named: Any) -> jax.Array:
     """Multiplies rows in groups by matrices."""
-    return grouped_gemm(a, b, jnp.array([100, 0, 412], jnp.int32), precision=TF32, **NAMED)
+    named = {"precision": TF32, **(named or NAMED)}
+    return grouped_gemm(a, b, jnp.array([100, 0, 412], jnp.int32), **named)
 
 
 PRODUCTS: dict[str, tuple[Product, list[tuple[int, ...]], int, int]] = {
@@ -55,6 +59,19 @@ PRODUCTS: dict[str, tuple[Product, list[tuple[int, ...]], int, int]] = {
     "gated": (functools.partial(gated_gemm, **NAMED), [MATRIX, RIGHT, RIGHT], 3, 3),
     "with a residual": (with_residual, [MATRIX, RIGHT, (512, 256)], 2, 2),
     "in groups": (in_groups, [MATRIX, (3, *RIGHT)], 2, 3),
+    "through registers": (functools.partial(gemm, config=TURNED), [MATRIX, STORED], 2, 2),
+    "gated, through registers": (
+        functools.partial(gated_gemm, config=dataclasses.replace(TURNED, tile=(128, 16))),
+        [MATRIX, STORED, STORED],
+        3,
+        3,
+    ),
+    "in groups, through registers": (
+        functools.partial(in_groups, config=TURNED),
+        [MATRIX, (3, *STORED)],
+        2,
+        2,
+    ),
 }
 """Each product, the shapes of its operands, how many of them are factors, and the maps of these.
 

@@ -13,7 +13,7 @@ import pallas_gemm
 from pallas_gemm import target
 from pallas_gemm.device import DEVICES, H200
 from pallas_gemm.kernels.hopper.widened import problems
-from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
+from pallas_gemm.kernels.hopper.widened.config import DEPTHS, WidenedConfig
 from pallas_gemm.planning import config_json, heuristics, prediction
 from pallas_gemm.planning.architectures import ARCHITECTURES, WIDENED, of_problem
 from pallas_gemm.planning.candidates import widened
@@ -164,16 +164,37 @@ def test_configs_that_no_product_could_be_computed_with(changes: Any, reason: st
 @pytest.mark.parametrize(
     ("config", "reason"),
     [
-        (WidenedConfig(schedule="hilbert"), "schedule must be 'raster' for weights of few bits"),
+        (WidenedConfig(schedule="hilbert"), "schedule must be 'raster' where weights go through"),
+        (WidenedConfig(step=32), "step must be a multiple of 64 for bfloat16, got 32"),
         (WidenedConfig(ctas_along_k=8), "along_k and ctas_along_k share 8 steps"),
         (WidenedConfig(shares_all=True), "all CTAs share tiles of products without groups"),
         (WidenedConfig(stages=32, tile=(128, 32)), "shared memory: needs"),
     ],
-    ids=["order", "steps", "all", "memory"],
+    ids=["order", "step", "steps", "all", "memory"],
 )
 def test_configs_that_do_not_suit_a_product(config: WidenedConfig, reason: str) -> None:
     asked = problem(k=1024, blocks=BLOCKS)
     assert any(reason in why for why in config.refusals(asked, H200))
+
+
+@pytest.mark.parametrize("kind", [jnp.int4, jnp.int8, jnp.float8_e4m3fn, jnp.float32])
+def test_a_step_has_two_batches_at_least(kind: Any) -> None:
+    """With one, registers would be written that the WGMMA of the step before may still read."""
+    wide = jnp.float32 if kind == jnp.float32 else jnp.bfloat16
+    asked = problem(kind=kind, a_dtype=wide)
+    configs = [WidenedConfig(tile=(64, 16), step=step, along_k=1) for step in DEPTHS]
+    legal = [config.form(asked) for config in configs if not config.refusals(asked, H200)]
+    assert len(legal) > 1
+    assert all(form.depth >= 2 * form.batch for form in legal)
+
+
+def test_configs_of_float32_that_a_gpu_is_tested_with_are_legal() -> None:
+    for m, n, config in on_a_gpu.SINGLES:
+        asked = problem(
+            m, n, 1020, jnp.float32, a_dtype=jnp.float32, out_dtype=jnp.float32,
+            epilogue=Epilogue(residual=True),
+        )  # fmt: skip
+        assert not on_a_gpu.turned(config).refusals(asked, H200)
 
 
 @pytest.mark.parametrize("last", [False, True])

@@ -244,7 +244,8 @@ class WidenedConfig(GemmConfig):
         del problem
         if self.schedule == "raster":
             return ()
-        return (f"schedule must be 'raster' for weights of few bits, got {self.schedule!r}",)
+        asked = f"got {self.schedule!r}"
+        return (f"schedule must be 'raster' where weights go through registers, {asked}",)
 
     def joined(self, problem: Problem) -> Joined:
         """See `GemmConfig`: nothing is joined by another kernel."""
