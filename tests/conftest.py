@@ -299,6 +299,15 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(proof, "why_untrusted", lambda *_: None)
 
 
+@pytest.fixture
+def as_users_write() -> Iterator[None]:
+    """For tests with functions of users, which broadcast and promote as JAX does by default."""
+    import jax
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
 @pytest.fixture(scope="session")
 def lowered_empty() -> Callable[..., bytes]:
     """Lowers kernels for tests that have them empty, each once; those of other tests are whole."""

@@ -1,7 +1,6 @@
 """`gemm(..., epilogue=f)`: what it takes, what it refuses, and in which words."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,13 +21,7 @@ from pallas_gemm import (
 )
 from tests.reference import normal
 
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 A, B = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 24), jnp.bfloat16)
 

@@ -1,6 +1,6 @@
 """Vectors that a function of the product has along rows and along columns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,14 +13,9 @@ from pallas_gemm.kernels.functions.parts import Split
 from pallas_gemm.kernels.functions.split import split
 from tests import epilogues
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 M = 24
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _of_positions(s: Any, v: Any) -> Any:

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,14 +19,9 @@ from pallas_gemm.kernels.functions.split import split
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.program import Constant, Program
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 F32, BF16, E4M3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _program(f: Callable[..., Any], *operands: Any) -> Program:

@@ -1,6 +1,6 @@
 """A function of the sums in its parts: what the kernel computes, and what XLA does around it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,15 +15,10 @@ from pallas_gemm.kernels.functions.parts import Split
 from pallas_gemm.kernels.functions.split import split
 from tests import epilogues
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 M, N = 6, 10
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _split(

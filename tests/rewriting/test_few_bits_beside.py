@@ -11,14 +11,10 @@ import pytest
 from pallas_gemm import accelerate, target
 from tests.rewriting.test_folds import BF16
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 SIZE = 4096
 INT8, SHAPE = jnp.int8, jax.ShapeDtypeStruct
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Any:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _adapted(x: Any, q: Any, scale: Any, down: Any, up: Any) -> Any:

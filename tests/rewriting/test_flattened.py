@@ -1,6 +1,6 @@
 """Products of rows that a program makes one dimension of are those of the rows as they were."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,12 +25,7 @@ from tests.rewriting.test_folds import (
 )
 from tests.rewriting.test_walk import assert_same
 
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 def _layer(x: Any, w: Any) -> Any:

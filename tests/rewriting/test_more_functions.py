@@ -1,6 +1,6 @@
 """Functions around products that few models have, and operations that change no value."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,12 +15,7 @@ from pallas_gemm import accelerate, target
 from pallas_gemm.rewriting import folds
 from tests.rewriting.test_folds import BF16, LARGE, _check, drawn, exact, rewritten, step
 
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 def _straight_through(z: Any) -> Any:

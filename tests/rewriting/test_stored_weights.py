@@ -1,7 +1,7 @@
 """Weights of few bits that a program widens are multiplied as they are stored."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,15 +14,10 @@ from pallas_gemm.rewriting import few_bits
 from tests.reference import assert_as_good_as_xla, normal, wide
 from tests.rewriting.test_folds import BF16, SHAPE, rewritten
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 ROWS, N, K, GROUPS = 16, 4096, 4096, 32
 F32 = jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _cast(x: Any, w: Any, _: Any) -> Any:

@@ -1,7 +1,7 @@
 """Functions as epilogues in the simulated Hopper kernel: exact numbers, no races, every layout."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,14 +15,9 @@ from pallas_gemm import HopperConfig, explain, gated_gemm, gemm, offline, target
 from pallas_gemm.planning import implementation
 from tests import covering, races, summaries
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _kept(s: Any, bias: Any) -> Any:

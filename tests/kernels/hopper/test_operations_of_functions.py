@@ -1,7 +1,7 @@
 """Operations of functions in a kernel, whatever shape and type of operand they take."""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,18 +13,13 @@ from jax.ad_checkpoint import checkpoint_name
 
 from pallas_gemm import HopperConfig, gemm, target
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 BF16, F32, I32 = jnp.bfloat16, jnp.float32, jnp.int32
 M, N, K = 72, 64, 80
 SHAPES = {"number": (), "rows": (M, 1), "columns": (N,), "whole": (M, N)}
 # Narrow, since each column of a thread is lowered by itself.
 CONFIG = HopperConfig((64, 32), stages=2, ctas=2, store_columns=32, consumers=1, late_store=False)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _chosen(s: Any, u: Any) -> Any:

@@ -1,6 +1,6 @@
 """Functions of rows in groups in the simulated Hopper kernel: exact numbers, no races or spills."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,15 +13,10 @@ from pallas_gemm import HopperConfig, explain, grouped_gemm, target
 from pallas_gemm.planning import implementation
 from tests import covering, races, summaries
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 K, N, GROUPS = 96, 128, 4
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _kept(s: Any, bias: Any) -> Any:
