@@ -16,13 +16,15 @@ E4M3 = jnp.float8_e4m3fn
 
 
 def _drawn(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(sum(shape)).integers(-3, 4, shape), dtype)
+    return jnp.asarray(np.random.default_rng(sum(shape)).integers(-3, 4, shape).astype(dtype))
 
 
 def _scales(shape: Any) -> Any:
     if shape is None:
         return None
-    return jnp.asarray(2.0 ** np.random.default_rng(sum(shape)).integers(-2, 3, shape), jnp.float32)
+    return jnp.asarray(
+        (2.0 ** np.random.default_rng(sum(shape)).integers(-2, 3, shape)).astype(jnp.float32)
+    )
 
 
 def _whole(scale: Any, shape: tuple[int, int]) -> Any:

@@ -18,7 +18,7 @@ SIZES = np.array([5, 0, 12])
 
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(jnp.float32)) for shape in shapes]
 
 
 def _row_by_row(f: Any, a: Any, rights: Any, given: Any, of_groups: Any) -> list[Any]:

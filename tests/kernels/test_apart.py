@@ -46,8 +46,8 @@ FUNCTIONS = (_of_positions, _of_blocks, _of_an_argument, _of_what_follows)
 @pytest.mark.parametrize("f", FUNCTIONS)
 def test_a_kernel_computes_both(f: Callable[..., Any], batch: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
-    s = jnp.asarray(rng.standard_normal((*batch, M, M)), jnp.float32)
-    v = jnp.asarray(rng.standard_normal(M), jnp.float32)
+    s = jnp.asarray(rng.standard_normal((*batch, M, M)).astype(jnp.float32))
+    v = jnp.asarray(rng.standard_normal(M).astype(jnp.float32))
     whole = jax.vmap(f, (0, None)) if batch else f
     parts = split(jax.make_jaxpr(whole)(s, v), Names("bmn"[-s.ndim :], "m", "n"))
     assert isinstance(parts, Split)

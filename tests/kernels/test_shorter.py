@@ -98,7 +98,7 @@ def test_results_are_those_of_the_program(name: str) -> None:
     f, operands = FUNCTIONS[name]
     program = _program(f, *operands)
     rng = np.random.default_rng(0)
-    given = [jnp.asarray(rng.normal(0, 3, x.shape), x.dtype) for x in (WIDE, *operands)]
+    given = [jnp.asarray(rng.normal(0, 3, x.shape).astype(x.dtype)) for x in (WIDE, *operands)]
     short = shorter(program)
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) if x.dtype == F32 else x for x in given]

@@ -195,7 +195,7 @@ def test_the_parts_compute_the_function(case: tuple[Any, tuple[Any, ...], str, s
     def drawn(x: Any) -> Any:
         if x.dtype == jnp.bool_:
             return jnp.asarray(rng.integers(0, 2, x.shape) > 0)
-        return jnp.asarray(rng.integers(1, 5, x.shape), x.dtype)
+        return jnp.asarray(rng.integers(1, 5, x.shape).astype(x.dtype))
 
     s, given = drawn(_type(M, N)), [drawn(x) for x in operands]
     wide = {"m": (M, 1), "n": (1, N), "mn": (M, N), "": ()}
@@ -326,7 +326,7 @@ def test_scores_that_are_transposed(
     copied = 2 * np.prod(turned) * 4 if is_turned else 0
     assert parts.spread_bytes == copied + bytes_of_masks
     rng = np.random.default_rng(0)
-    s, r = (jnp.asarray(rng.standard_normal(x.shape), F32) for x in (_type(*shape), beside))
+    s, r = (jnp.asarray(rng.standard_normal(x.shape).astype(F32)) for x in (_type(*shape), beside))
     given = [r, jnp.asarray(rng.random(mask) < 0.7)]
     # What the kernel computes for each matrix of the batch.
     wide = {"m": (-1, 12, 1), "n": (-1, 1, 5), "mn": (-1, 12, 5)}

@@ -86,7 +86,7 @@ def lowered(name: str) -> str:
     operands = [jax.ShapeDtypeStruct(shape, F32) for shape in shapes]
     with target("h200"):
         # A function of its own, so that it is lowered anew.
-        traced = jax.jit(lambda *x: product(*x)).trace(*operands)
+        traced = jax.jit(functools.partial(product)).trace(*operands)
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
@@ -172,7 +172,7 @@ def test_a_simulated_kernel_rounds() -> None:
     problem = Problem(72, 40, 96, F32, F32, F32, transpose_b=True)
     kernel = jax.jit(hopper.build(HopperPlan(problem, SMALL, H200, interpret=SIMULATOR)))
     shapes = problem.a_shape, problem.b_shape
-    a, b = (jnp.asarray(rng.normal(size=shape), F32) for shape in shapes)
+    a, b = (jnp.asarray(rng.normal(size=shape).astype(F32)) for shape in shapes)
     assert jnp.array_equal(kernel(a, b), kernel(rounded(a), rounded(b)))
     assert not jnp.array_equal(a, rounded(a))
 

@@ -43,7 +43,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), F32) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(F32)) for shape in shapes]
 
 
 def _ours(function: Any) -> Callable[..., Any]:

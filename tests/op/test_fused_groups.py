@@ -22,7 +22,7 @@ SMALL = HopperConfig(
 
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), BF16) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(BF16)) for shape in shapes]
 
 
 def _gelu(s: Any, bias: Any, scale: Any, residual: Any) -> Any:

@@ -108,7 +108,7 @@ LEFT = [_whole, _columns, _others, _read_twice, _returned, _turned]
 def _changed(f: Callable[..., Any]) -> tuple[bool, Any, Any]:
     """Returns whether a program changes, what it then computes, and what it computed."""
     rng = np.random.default_rng(0)
-    x, y = (jnp.asarray(rng.integers(-4, 5, s), jnp.float32) for s in ((2, 3, 5), (3, 4, 5)))
+    x, y = (jnp.asarray(rng.integers(-4, 5, s).astype(jnp.float32)) for s in ((2, 3, 5), (3, 4, 5)))
     program = jax.make_jaxpr(f)(x, y).jaxpr
     equations = with_rows_apart(program, program.eqns)
     changed = core.ClosedJaxpr(program.replace(eqns=list(equations)), ())

@@ -68,7 +68,9 @@ def test_a_rounding_with_another_derivative_keeps_it(
 ) -> None:
     monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
     rng = np.random.default_rng(2)
-    x, w = (jnp.asarray(rng.integers(-3, 4, own) / 8, BF16) for own in ((72, 64), (64, 128)))
+    x, w = (
+        jnp.asarray((rng.integers(-3, 4, own) / 8).astype(BF16)) for own in ((72, 64), (64, 128))
+    )
 
     def f(x: Any) -> Any:
         return jnp.sum(_straight_through(x @ w).astype(jnp.float32) * 3)

@@ -83,7 +83,7 @@ def drawn() -> tuple[Any, ...]:
     """Returns operands; logits of a row differ by up to ten."""
     rng = np.random.default_rng(0)
     x, w = normal(rng, (2, 32, 64), BF16), normal(rng, (64, WORDS), BF16) * BF16(0.25)
-    return x, w, jnp.asarray(rng.integers(0, WORDS, (2, 32)), jnp.int32)
+    return x, w, jnp.asarray(rng.integers(0, WORDS, (2, 32)).astype(jnp.int32))
 
 
 def trained(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -121,9 +121,9 @@ def test_values_are_as_good_as_the_programs(
     monkeypatch.setattr(few_bits, "_priced", always)
     rng = np.random.default_rng(0)
     x = normal(rng, (ROWS, 2048), BF16)
-    w = jnp.asarray(rng.integers(-127, 128, (2048, 2048)), jnp.int8)
+    w = jnp.asarray(rng.integers(-127, 128, (2048, 2048)).astype(jnp.int8))
     scale = jnp.asarray(
-        0.5 + rng.random((16, 2048) if f in (_in_groups, _repeated) else (2048,)), BF16
+        (0.5 + rng.random((16, 2048) if f in (_in_groups, _repeated) else (2048,))).astype(BF16)
     )
     program, _ = rewritten(f, x, w, scale)
     assert not any(e.primitive.name == "mul" for e in program.eqns)

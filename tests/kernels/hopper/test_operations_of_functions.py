@@ -109,8 +109,10 @@ def lowered_and_simulated(function: Any, a: Any, b: Any, *operands: Any) -> Any:
 @pytest.mark.parametrize(("function", "kinds"), CASES)
 def test_they_are_lowered_and_exact(function: Any, kinds: Any) -> None:
     rng = np.random.default_rng(7)
-    a, b = (jnp.asarray(rng.integers(-2, 3, size), BF16) for size in ((M, K), (N, K)))
-    operands = [jnp.asarray(rng.integers(-2, 4, SHAPES[shape]), dtype) for shape, dtype in kinds]
+    a, b = (jnp.asarray(rng.integers(-2, 3, size).astype(BF16)) for size in ((M, K), (N, K)))
+    operands = [
+        jnp.asarray(rng.integers(-2, 4, SHAPES[shape]).astype(dtype)) for shape, dtype in kinds
+    ]
 
     # To lower a kernel with a result of each operand takes little longer than with one result.
     def of_each(s: Any, *operands: Any) -> Any:
@@ -153,7 +155,7 @@ def test_functions_of_16_bits_are_those_of_float32_rounded(
     names: Sequence[str], dtype: Any
 ) -> None:
     rng = np.random.default_rng(3)
-    a, b = (jnp.asarray(rng.integers(-2, 3, size), dtype) for size in ((M, K), (N, K)))
+    a, b = (jnp.asarray(rng.integers(-2, 3, size).astype(dtype)) for size in ((M, K), (N, K)))
     which = jnp.arange(N) % len(names)
 
     def one_for_each_column(s: Any, which: Any) -> Any:

@@ -62,7 +62,7 @@ SHAPES = ((M, K), (K, N), (N,), (M, N), (M,))
 
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), F32) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(F32)) for shape in shapes]
 
 
 def _mesh(kind: Any) -> Any:
@@ -71,7 +71,7 @@ def _mesh(kind: Any) -> Any:
 
 def _put(mesh: Any, operands: Any, specs: Any) -> list[jax.Array]:
     return [
-        jax.device_put(x, NamedSharding(mesh, spec))
+        jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
         for x, spec in zip(operands, specs, strict=True)
     ]
 

@@ -136,7 +136,7 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
 
     def ints(*shape: int, dtype: Any = BF16) -> Any:
-        return jnp.asarray(rng.integers(-3, 4, shape), dtype)
+        return jnp.asarray(rng.integers(-3, 4, shape).astype(dtype))
 
     of = {"mn": (m, N), "m1": (m, 1), "n": (N,), "gn": (GROUPS, N), "g1": (GROUPS, 1)}
     a = ints(m, K)
