@@ -11,6 +11,7 @@ import pytest
 from pallas_gemm import explain, gemm
 from pallas_gemm.planning import halves
 from tests import reference
+from tests.planning.test_halves import CLOSELY, MEASURE
 from tests.reference import Formula
 
 M, N, K = 40, 88, 200
@@ -47,8 +48,8 @@ def terms(product: Any, *operands: Any) -> tuple[int, bool]:
     plan: Any = explain(product, *operands).products[0].plan
     a, b = operands[:2]
     count = len(plan.realigned.problem.terms)
-    known = halves.measure(a, -1, alone=not count), halves.measure(b, -2, alone=not count)
-    fits = halves.fit(*known, alone=not count) | halves.closely(a, b, (-1, -2), known)
+    known = MEASURE(a, -1, alone=not count), MEASURE(b, -2, alone=not count)
+    fits = halves.fit(*known, alone=not count) | CLOSELY(a, b, (-1, -2), known)
     return count, bool(fits) and plan.otherwise is not None
 
 
