@@ -11,6 +11,7 @@ import pytest
 from pallas_gemm import HopperConfig, offline
 from pallas_gemm.call import Call, Options, signature_of
 from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper import kernel
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.function_of_sums import Function, traced
 from pallas_gemm.op.side_by_side import Half, SideBySide, side_by_side_p
@@ -78,10 +79,14 @@ def in_place(own: SideBySide, operands: tuple[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_each_half_is_read_where_it_lies(name: str) -> None:
+def test_each_half_is_read_where_it_lies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced, body = [], kernel._body
+    monkeypatch.setattr(kernel, "_body", lambda plan, *x: traced.append(plan) or body(plan, *x))
     own, operands = case(name)
     assert in_place(own, operands)
     check(jax.jit(lambda *x: computed(own, *x))(*operands), expected(own, *operands))
+    # Of both products beside each other, and of them apart: no kernel is traced twice.
+    assert len(traced) == len(set(traced))
 
 
 @pytest.mark.gpu("hopper")
