@@ -53,13 +53,17 @@ def _exact(layer: Layer) -> tuple[Given, Slopes]:
     return given._replace(hidden=hidden.clip(-1, 1), weight=weight.clip(-0.5, 0.5)), slopes
 
 
+@functools.cache
+def _simulation(part: Part) -> Any:
+    """Returns the simulation of a kernel, which all tests share."""
+    return jax.jit(part.run())
+
+
 def _simulated(monkeypatch: Any) -> Options:
     """Has kernels simulated, and returns the options that ask for it."""
 
-    run = functools.cache(lambda part: jax.jit(part.run()))
-
     def simulate(*operands: Any, part: Part) -> list[jax.Array]:
-        return jax.tree.leaves(run(part)(*operands))
+        return jax.tree.leaves(_simulation(part)(*operands))
 
     monkeypatch.setattr(part_kernel_p, "bind", simulate)
     # A loop of the program would run the simulator from within.
