@@ -30,9 +30,10 @@ def _scales(shape: Any) -> Any:
 def _whole(scale: Any, shape: tuple[int, int]) -> Any:
     if scale is None:
         return 1
+    scale = np.asarray(scale, np.float64)
     for axis in (0, 1):
         scale = np.repeat(scale, shape[axis] // scale.shape[axis], axis)
-    return np.asarray(scale, np.float64)
+    return scale
 
 
 SHAPES = [(None, None), ((M, 2), (2, N)), ((M, 8), (2, 5)), ((3, 2), None), ((M, 1), (1, N))]
