@@ -64,21 +64,7 @@ def collect(
     with tempfile.TemporaryDirectory() as name:
         folder = pathlib.Path(name)
         log = folder / "ncu.csv"
-        command = [
-            "ncu",
-            # The clocks are the machine's business, and other programs may share them.
-            "--clock-control=none",
-            # To watch a process costs it time, and those that only lower launch nothing.
-            "--target-processes=application-only",
-            "--csv",
-            "--page=raw",
-            "--print-units=base",
-            f"--log-file={log}",
-            f"--kernel-name=regex:{kernels}",
-            f"--metrics={','.join(METRICS.values())}",
-            *program,
-        ]
-        status, said = ended(command, folder, seconds)
+        status, said = ended([*_ncu(kernels, log), *program], folder, seconds)
         text = log.read_text(errors="replace") if log.exists() else ""
     if _NO_PERMISSION in text + said:
         raise RequestError(
@@ -95,6 +81,23 @@ def collect(
     if len(found) != expected:
         raise CountingError(f"ncu counted {len(found)} kernels where {expected} were launched")
     return found
+
+
+def _ncu(kernels: str, log: pathlib.Path) -> list[str]:
+    """Returns the command line of ncu before that of the program."""
+    return [
+        "ncu",
+        # The clocks are the machine's business, and other programs may share them.
+        "--clock-control=none",
+        # To watch a process costs it time, and those that only lower launch nothing.
+        "--target-processes=application-only",
+        "--csv",
+        "--page=raw",
+        "--print-units=base",
+        f"--log-file={log}",
+        f"--kernel-name=regex:{kernels}",
+        f"--metrics={','.join(METRICS.values())}",
+    ]
 
 
 def ended(

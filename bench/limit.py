@@ -51,33 +51,8 @@ def wgmma_only(dtype: Any, ctas: int) -> Callable[[jax.Array, jax.Array], jax.Ar
         plgpu.SwizzleTransform(STEP_BYTES),
     )
 
-    def body(
-        a_gmem: Any, b_gmem: Any, out_gmem: Any, a_smem: Any, b_smem: Any, loaded: Any
-    ) -> None:
-        warpgroup = lax.axis_index("warpgroup")
-
-        @pl.when(warpgroup == 0)
-        def _load() -> None:
-            plgpu.copy_gmem_to_smem(a_gmem, a_smem, loaded)
-            plgpu.copy_gmem_to_smem(b_gmem, b_smem, loaded)
-
-        plgpu.barrier_wait(loaded)
-        mine = pl.ds(warpgroup * (rows // 2), rows // 2)
-
-        def multiply(acc: Any) -> Any:
-            @pl.loop(0, ROUNDS)
-            def _round(_: Any) -> None:
-                for slot in range(SLOTS):
-                    plgpu.wgmma(acc, a_smem.at[slot, mine], b_smem.at[slot].transpose((1, 0)))
-                    plgpu.wgmma_wait(1)
-
-            return acc[...]
-
-        total = pl.run_scoped(multiply, plgpu.ACC((rows // 2, cols), accumulator))
-        out_gmem[lax.axis_index("cta"), warpgroup] = total.max(axis=0)
-
     return plgpu.kernel(
-        body,
+        _body,
         out_type=jax.ShapeDtypeStruct((ctas, 2, cols), accumulator),
         grid=(ctas,),
         grid_names=("cta",),
@@ -91,6 +66,32 @@ def wgmma_only(dtype: Any, ctas: int) -> Callable[[jax.Array, jax.Array], jax.Ar
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         kernel_name="wgmma_only",
     )
+
+
+def _body(a_gmem: Any, b_gmem: Any, out_gmem: Any, a_smem: Any, b_smem: Any, loaded: Any) -> None:
+    """Runs `wgmma_only` in a warpgroup: each has half of the rows."""
+    rows, cols = TILE[0] // 2, TILE[1]
+    warpgroup = lax.axis_index("warpgroup")
+
+    @pl.when(warpgroup == 0)
+    def _load() -> None:
+        plgpu.copy_gmem_to_smem(a_gmem, a_smem, loaded)
+        plgpu.copy_gmem_to_smem(b_gmem, b_smem, loaded)
+
+    plgpu.barrier_wait(loaded)
+    mine = pl.ds(warpgroup * rows, rows)
+
+    def multiply(acc: Any) -> Any:
+        @pl.loop(0, ROUNDS)
+        def _round(_: Any) -> None:
+            for slot in range(SLOTS):
+                plgpu.wgmma(acc, a_smem.at[slot, mine], b_smem.at[slot].transpose((1, 0)))
+                plgpu.wgmma_wait(1)
+
+        return acc[...]
+
+    total = pl.run_scoped(multiply, plgpu.ACC((rows, cols), out_gmem.dtype))
+    out_gmem[lax.axis_index("cta"), warpgroup] = total.max(axis=0)
 
 
 def wgmma_operands(dtype: Any) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:

@@ -37,6 +37,7 @@ from rich.console import Console
 from bench import command, contest, counters, gpu, peers, report, shapes, study, workers
 from bench.contest import Contender
 from pallas_gemm.config import GemmConfig, Persistence
+from pallas_gemm.device import Device
 from pallas_gemm.kernels.blackwell.config import BlackwellConfig
 from pallas_gemm.kernels.hopper.config import HopperConfig
 from pallas_gemm.tuning.measure import Meter, Settings, measure
@@ -168,18 +169,7 @@ def _run(values: flags.FlagValues) -> int:
 
     device = machine.this_device()
     problem = options.case.problem
-    chosen = study.launches(
-        problem,
-        device,
-        options.base,
-        orders=options.orders,
-        persistence=options.persistence,
-        clusters=options.clusters,
-    )
-    if not chosen:
-        raise command.RequestError(
-            f"no launch is legal: {'; '.join(options.base.refusals(problem, device))}"
-        )
+    chosen = _chosen(options, device)
     launches = study.contestants(chosen, device)
     if values.replay:
         # A process that is watched is slow at lowering; its workers are not watched.
@@ -204,6 +194,24 @@ def _run(values: flags.FlagValues) -> int:
         rows = counted_rows(rows, options, console, clock)
     console.print(clock.summary())
     return 0 if all(row.result for row in rows) else 1
+
+
+def _chosen(options: Options, device: Device) -> list[study.Launch]:
+    """Returns the launches that are asked for, or raises an error if none is legal."""
+    problem = options.case.problem
+    found = study.launches(
+        problem,
+        device,
+        options.base,
+        orders=options.orders,
+        persistence=options.persistence,
+        clusters=options.clusters,
+    )
+    if not found:
+        raise command.RequestError(
+            f"no launch is legal: {'; '.join(options.base.refusals(problem, device))}"
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)

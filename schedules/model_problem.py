@@ -91,11 +91,7 @@ class Problem:
         spans = np.tile([0, stretches], (len(order), 1))
         kernels = (len(order) * batch,)
         if isinstance(schedule, Pieces):
-            if schedule.steps != steps:
-                raise ValueError(
-                    f"schedule must be made for {steps} steps of k, of {k_block} in k={k}, got"
-                    f" {schedule.steps}"
-                )
+            _check_steps(schedule, k, k_block)
             kernels, stretches, spans = _cut(schedule, stretches, batch)
         if multicast:
             tile_m, tile_n = tile_m * cluster_m, tile_n * cluster_n
@@ -229,6 +225,14 @@ class Problem:
         ):
             for i in range(part):
                 yield (start + i).ravel(), size // part, joinable
+
+
+def _check_steps(pieces: Pieces, k: int, k_block: int) -> None:
+    if pieces.steps != (steps := math.ceil(k / k_block)):
+        raise ValueError(
+            f"schedule must be made for {steps} steps of k, of {k_block} in k={k}, got"
+            f" {pieces.steps}"
+        )
 
 
 def _cut(

@@ -106,8 +106,10 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["JAX_ENABLE_COMPILATION_CACHE"] = "0"
     # What was tuned on this computer says nothing about the code.
     os.environ["PALLAS_GEMM_CACHE_DIR"] = str(pathlib.Path(os.devnull, "no tables"))
-    # What no plugin sees any more is looked for once at the end, and not five times.
-    config.stash[unraisableexception.gc_collect_iterations_key] = 1
+    # What no plugin sees any more is looked for at the end, but not by a worker: it takes seconds
+    # then, and nobody hears of what a worker finds after its last test.
+    is_worker = hasattr(config, "workerinput")
+    config.stash[unraisableexception.gc_collect_iterations_key] = 0 if is_worker else 1
     if not _wants_gpu(config) and not _only_controls(config):
         import jax
 
@@ -297,6 +299,15 @@ def proven(monkeypatch: pytest.MonkeyPatch) -> None:
     from pallas_gemm.planning import proof
 
     monkeypatch.setattr(proof, "why_untrusted", lambda *_: None)
+
+
+@pytest.fixture
+def as_users_write() -> Iterator[None]:
+    """For tests with functions of users, which broadcast and promote as JAX does by default."""
+    import jax
+
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def assert_trained_as_well(
 
     In bfloat16 unless told otherwise, where both round alike whatever the order of a sum is.
     """
-    trees = jax.tree.map(lambda x: x.astype(dtype), trees)
+    trees = jax.tree.map(lambda x: jnp.asarray(np.asarray(x).astype(dtype)), trees)
     g = normal(*jax.eval_shape(stock, *trees).shape, seed=9, dtype=dtype)
 
     def trained(f: Function, cast: Callable[[Any], Any]) -> list[jax.Array]:
@@ -47,7 +47,7 @@ def assert_trained_as_well(
         return jax.tree.leaves(step(*jax.tree.map(cast, (g, *trees))))
 
     with jax.enable_x64(True):
-        exact = trained(stock, lambda x: jnp.asarray(x, jnp.float64))
+        exact = trained(stock, reference.wide)
     for our, xla, wide in zip(
         trained(ours, jnp.asarray), trained(stock, jnp.asarray), exact, strict=True
     ):

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 _SENDING = re.compile(
@@ -19,8 +20,8 @@ def make_mesh(kind: AxisType = AxisType.Auto) -> Mesh:
 
 
 def place(mesh: Mesh, x: jax.Array, *spec: Any) -> jax.Array:
-    """Splits an array along these axes."""
-    return jax.device_put(x, NamedSharding(mesh, PartitionSpec(*spec)))
+    """Splits an array along these axes; JAX would compile a program to slice its own."""
+    return jax.device_put(np.asarray(x), NamedSharding(mesh, PartitionSpec(*spec)))
 
 
 def sent_in(text: str) -> dict[str, int]:

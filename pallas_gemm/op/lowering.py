@@ -63,7 +63,12 @@ def effects(call: Call, signature: Signature) -> Any:
 
     Nobody else needs to know that several kernels write into one result.
     """
-    return effects_of(call, lambda: _traced_once(call, dispatch.decide(call, signature)), signature)
+
+    def made() -> Callable[..., Any]:
+        decision = dispatch.decide(call, signature)
+        return _telling(call, decision, _traced_once(call, decision))
+
+    return effects_of(call, made, signature)
 
 
 def effects_of(call: Call, made: Callable[[], Callable[..., Any]], signature: Signature) -> Any:
@@ -206,11 +211,16 @@ def kernel_of(call: Call, signature: Signature) -> Callable[..., Any] | None:
 
 
 def bound(primitive: core.Primitive, call: Call, decision: Decision) -> Callable[..., Any]:
-    """Returns the function that a kernel computes.
-
-    Where something is promised, the program says of the kernel how its sums are made.
-    """
+    """Returns the function that a kernel computes."""
     kernel = functools.partial(primitive.bind, call=call, decision=decision)
+    return _telling(call, decision, kernel)
+
+
+def _telling(call: Call, decision: Decision, kernel: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a kernel of which the program says how its sums are made, if something is promised.
+
+    JAX traces it once for all programs that say the same of it.
+    """
     if call.options.numerics is None:
         return kernel
 

@@ -166,9 +166,15 @@ def _by_kernel(
     part = Part(found.call, found.decision, window, types=types)
     run: Callable[..., Any] = functools.partial(part_kernel_p.bind, part=part)
     if found.decision.implementation == "interpret":
-        run = jax.jit(part.run())
+        run = _traced_once(part)
     results = run(found.form.a.apply(a), whole, whole, *prepared)
     return found.split.finished(own.cut(given), results)
+
+
+@functools.lru_cache(maxsize=1024)
+def _traced_once(part: Part) -> Callable[..., Any]:
+    """Returns the simulation of a kernel that is traced once, in however many programs it is."""
+    return jax.jit(part.run())
 
 
 @side_by_side_p.def_effectful_abstract_eval

@@ -66,7 +66,7 @@ def test_a_linear_function_is_transposed() -> None:
 
 def test_a_solver_transposes_it() -> None:
     (a,) = _drawn((256, 256))
-    b = jnp.asarray(np.random.default_rng(1).normal(size=(256, 256)), jnp.float32)
+    b = jnp.asarray(np.random.default_rng(1).normal(size=(256, 256)).astype(jnp.float32))
 
     def multiply(x: Any) -> Any:
         return x + (x.astype(BF16) @ (a / 16)).astype(jnp.float32)

@@ -22,13 +22,15 @@ E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 def _drawn(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
     """Draws integers, of which sums are exact in float32."""
     rng = np.random.default_rng(seed + sum(shape))
-    return jnp.asarray(rng.integers(-4, 5, shape), dtype)
+    return jnp.asarray(rng.integers(-4, 5, shape).astype(dtype))
 
 
 def _scales(*shape: int, seed: int = 0) -> jax.Array:
     """Draws powers of two, of both signs: scaled integers are exact, too."""
     rng = np.random.default_rng(seed + sum(shape))
-    return jnp.asarray(2.0 ** rng.integers(-2, 3, shape) * rng.choice([-1, 1], shape), jnp.float32)
+    return jnp.asarray(
+        (2.0 ** rng.integers(-2, 3, shape) * rng.choice([-1, 1], shape)).astype(jnp.float32)
+    )
 
 
 def _whole(scale: Any, shape: tuple[int, ...]) -> np.ndarray:

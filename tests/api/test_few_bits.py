@@ -35,11 +35,11 @@ def _left(*shape: int, dtype: Any = jnp.bfloat16, seed: int = 0) -> jax.Array:
 def _weights(*shape: int, dtype: Any, seed: int = 1) -> jax.Array:
     """Integers that every one of the types holds."""
     least = 0 if dtype == jnp.uint4 else -3
-    return jnp.asarray(_rng(seed).integers(least, 4, shape), jnp.float32).astype(dtype)
+    return jnp.asarray(_rng(seed).integers(least, 4, shape).astype(dtype))
 
 
 def _scales(*shape: int, dtype: Any = jnp.float32, seed: int = 2) -> jax.Array:
-    return jnp.asarray(_rng(seed).choice([0.5, 1, 2, -0.25], shape), dtype)
+    return jnp.asarray(_rng(seed).choice([0.5, 1, 2, -0.25], shape).astype(dtype))
 
 
 def _whole(x: Any, k: int) -> np.ndarray:
@@ -51,10 +51,7 @@ def _whole(x: Any, k: int) -> np.ndarray:
 
 
 def _wide(values: Any, scale: Any = 1.0, zero: Any = 0.0) -> np.ndarray:
-    values = np.asarray(jnp.asarray(values).astype(jnp.float32), np.float64)
-    scale, zero = (
-        np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64) for x in (scale, zero)
-    )
+    values, scale, zero = map(reference.wide, (values, scale, zero))
     k = values.shape[-2]
     return (values - _whole(zero, k)) * _whole(scale, k)
 

@@ -1,7 +1,6 @@
 """`gemm(..., epilogue=f)`: what it takes, what it refuses, and in which words."""
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -22,13 +21,7 @@ from pallas_gemm import (
 )
 from tests.reference import normal
 
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 A, B = jnp.ones((8, 16), jnp.bfloat16), jnp.ones((16, 24), jnp.bfloat16)
 
@@ -153,8 +146,8 @@ def test_a_function_for_each_of_several_projections() -> None:
 
 
 def test_options_of_projections_hold_beside_a_function() -> None:
-    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)), jnp.float32)
-    w = jnp.asarray(np.random.default_rng(1).normal(size=(24, 16)), jnp.float32)
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(8, 16)).astype(jnp.float32))
+    w = jnp.asarray(np.random.default_rng(1).normal(size=(24, 16)).astype(jnp.float32))
     how: dict[str, Any] = {"epilogue": lambda s: 2 * s, "transpose_b": True}
     (found,) = projections(x, [w], precision="highest", **how)
     np.testing.assert_allclose(found, 2 * np.asarray(x) @ np.asarray(w).T, rtol=1e-5, atol=1e-5)
@@ -169,7 +162,7 @@ def test_options_of_projections_hold_beside_a_function() -> None:
 
 @pytest.mark.parametrize("transpose", [False, True])
 def test_a_function_of_a_symmetric_product(transpose: bool) -> None:
-    x = jnp.asarray(np.random.default_rng(0).integers(-3, 4, (8, 16)), jnp.bfloat16)
+    x = jnp.asarray(np.random.default_rng(0).integers(-3, 4, (8, 16)).astype(jnp.bfloat16))
     wide = x.astype(jnp.float32)
     whole = wide.T @ wide if transpose else wide @ wide.T
     scale = jnp.arange(float(whole.shape[0]))
@@ -343,8 +336,10 @@ def _too_large(s: Any, x: Any) -> Any:
 )
 def test_unusual_functions_are_right(f: Any) -> None:
     rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.integers(-2, 3, own), jnp.bfloat16) for own in ((8, 16), (16, 24)))
-    x = jnp.asarray(rng.integers(-4, 5, (8, 24)), jnp.float32)
+    a, b = (
+        jnp.asarray(rng.integers(-2, 3, own).astype(jnp.bfloat16)) for own in ((8, 16), (16, 24))
+    )
+    x = jnp.asarray(rng.integers(-4, 5, (8, 24)).astype(jnp.float32))
     found = gemm(a, b, epilogue=f, operands=(x,), config=SMALL, implementation="interpret")
     expected = f(a.astype(jnp.float32) @ b.astype(jnp.float32), x)
     for ours, theirs in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):

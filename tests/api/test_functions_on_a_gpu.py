@@ -4,7 +4,6 @@ The elements are integers, so that float32 results are exact. The simulator know
 """
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from jax import lax
 from pallas_gemm import HopperConfig, gemm
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-pytestmark = pytest.mark.gpu("hopper")
+pytestmark = [pytest.mark.gpu("hopper"), pytest.mark.usefixtures("as_users_write")]
 
 EARLY = functools.partial(HopperConfig, late_store=False)
 CONFIGS = {
@@ -38,12 +37,6 @@ WIDE = {
 }
 """Configs with room for a float32 result and for a mask that is loaded."""
 SIZES = [(256, 512, 128), (392, 1048, 192), (64, 80, 64)]
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _rows(s: Any, x: Any) -> Any:

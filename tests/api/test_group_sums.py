@@ -16,21 +16,24 @@ E4M3 = jnp.float8_e4m3fn
 
 
 def _drawn(*shape: int, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(sum(shape)).integers(-3, 4, shape), dtype)
+    return jnp.asarray(np.random.default_rng(sum(shape)).integers(-3, 4, shape).astype(dtype))
 
 
 def _scales(shape: Any) -> Any:
     if shape is None:
         return None
-    return jnp.asarray(2.0 ** np.random.default_rng(sum(shape)).integers(-2, 3, shape), jnp.float32)
+    return jnp.asarray(
+        (2.0 ** np.random.default_rng(sum(shape)).integers(-2, 3, shape)).astype(jnp.float32)
+    )
 
 
 def _whole(scale: Any, shape: tuple[int, int]) -> Any:
     if scale is None:
         return 1
+    scale = np.asarray(scale, np.float64)
     for axis in (0, 1):
         scale = np.repeat(scale, shape[axis] // scale.shape[axis], axis)
-    return np.asarray(scale, np.float64)
+    return scale
 
 
 SHAPES = [(None, None), ((M, 2), (2, N)), ((M, 8), (2, 5)), ((3, 2), None), ((M, 1), (1, N))]

@@ -1,6 +1,5 @@
 """`grouped_gemm(..., epilogue=f)`: a function of rows in groups, beside a loop over the groups."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -10,21 +9,16 @@ import pytest
 
 from pallas_gemm import grouped_gemm
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 M, N, K, GROUPS = 24, 20, 16, 3
 SIZES = np.array([5, 0, 12])
 """The last seven rows are in no group."""
 
 
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), jnp.float32) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(jnp.float32)) for shape in shapes]
 
 
 def _row_by_row(f: Any, a: Any, rights: Any, given: Any, of_groups: Any) -> list[Any]:

@@ -160,7 +160,7 @@ def _small(words: int = 40, tokens: int = 12) -> tuple[jax.Array, ...]:
     h, w, b = (
         reference.normal(rng, shape, F32) for shape in ((tokens, WIDTH), (WIDTH, words), (words,))
     )
-    return h, w, b, jnp.asarray(rng.integers(0, words, tokens), jnp.int32)
+    return h, w, b, jnp.asarray(rng.integers(0, words, tokens).astype(jnp.int32))
 
 
 def test_slopes_of_a_confident_token_are_of_the_logits_that_were_kept():
@@ -470,7 +470,7 @@ def test_one_token_and_scalars():
 @pytest.mark.parametrize(("dtype", "ignored"), [(jnp.uint32, 2**32 - 1), (jnp.int32, 2**31 - 1)])
 def test_any_label_of_its_type_may_not_count(dtype: Any, ignored: int) -> None:
     rng = np.random.default_rng(0)
-    hidden, weight = (jnp.asarray(rng.normal(size=own), F32) for own in ((4, 8), (8, 11)))
+    hidden, weight = (jnp.asarray(rng.normal(size=own).astype(F32)) for own in ((4, 8), (8, 11)))
     labels = jnp.asarray([3, ignored, 0, 10], dtype)
     found = linear_cross_entropy(hidden, weight, labels, ignore_index=ignored, reduction="none")
     own = linear_cross_entropy(hidden, weight, jnp.asarray([3, 1, 0, 10]), reduction="none")

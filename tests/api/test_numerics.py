@@ -45,7 +45,7 @@ M, K, N = 70, 136, 80
 
 
 def draw(*shape: int, dtype: Any = jnp.bfloat16, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), dtype)
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape).astype(dtype))
 
 
 X, W, BIAS = draw(M, K), draw(K, N, seed=1), draw(N, dtype=jnp.float32, seed=2)

@@ -130,7 +130,7 @@ def _computed(case: Case, given: Any, tangents: Any, cotangents: Any) -> Any:
     split = {name: choices.sharding(case, mesh, name) for name in given} if mesh else {}
     if mesh:
         given, tangents = (
-            {name: jax.device_put(x, split[name]) for name, x in own.items()}
+            {name: jax.device_put(np.asarray(x), split[name]) for name, x in own.items()}
             for own in (given, tangents)
         )
 

@@ -58,7 +58,9 @@ def test_each_product_contracts_along_the_blocks_of_both_operands(
     # Rows and columns of very different sizes: a scale along the other axis would show.
     rng = np.random.default_rng(0)
     x, w, g = (
-        jnp.asarray(rng.standard_normal(shape) * 2.0 ** rng.integers(-5, 5, spread), jnp.float32)
+        jnp.asarray(
+            (rng.standard_normal(shape) * 2.0 ** rng.integers(-5, 5, spread)).astype(jnp.float32)
+        )
         for shape, spread in (((m, k), (m, 1)), ((k, n), (1, n)), ((m, n), (m, 1)))
     )
     y, pull = jax.vjp(lambda x, w: recipe.dot_general(x, w, LAST), x, w)

@@ -95,9 +95,9 @@ def test_wide_types_are_known_where_they_are_enabled() -> None:
 
 @pytest.mark.parametrize("preferred", [None, bool, jnp.float32])
 def test_a_mask_selects_rows(rng: np.random.Generator, preferred: Any) -> None:
-    mask = jnp.asarray(rng.integers(0, 2, (5, 6)), bool)
-    values = jnp.asarray(rng.integers(-3, 4, (6, 7)), jnp.float32)
-    both = jnp.asarray(rng.integers(0, 2, (6, 7)), bool)
+    mask = jnp.asarray(rng.integers(0, 2, (5, 6)).astype(bool))
+    values = jnp.asarray(rng.integers(-3, 4, (6, 7)).astype(jnp.float32))
+    both = jnp.asarray(rng.integers(0, 2, (6, 7)).astype(bool))
     with jax.numpy_dtype_promotion("standard"):
         for right in (values, both):
             for ours, stock in (
@@ -120,8 +120,8 @@ def test_a_mask_selects_rows(rng: np.random.Generator, preferred: Any) -> None:
 
 @jax.numpy_dtype_promotion("standard")
 def test_a_mask_may_be_mapped_derived_and_followed_by_an_epilogue(rng: np.random.Generator) -> None:
-    masks = jnp.asarray(rng.integers(0, 2, (3, 5, 6)), bool)
-    values = jnp.asarray(rng.integers(-3, 4, (6, 7)), jnp.float32)
+    masks = jnp.asarray(rng.integers(0, 2, (3, 5, 6)).astype(bool))
+    values = jnp.asarray(rng.integers(-3, 4, (6, 7)).astype(jnp.float32))
     bias = jnp.arange(7.0)
 
     def loss(op: Any, values: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ SMALL: dict[str, Any] = {"batch": 2, "queries": 6, "keys": 6, "heads": 2, "group
 
 
 @pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
+def _promotes_types() -> Iterator[None]:
     """JAX's attention promotes types as it does by default."""
     with jax.numpy_dtype_promotion("standard"):
         yield

@@ -75,14 +75,18 @@ def test_our_layers_train_as_stock_layers_do(tmp_path: pathlib.Path) -> None:
 
 def _exact_curve(trainer: Trainer, steps: int) -> np.ndarray:
     """Returns the losses of stock layers in float64 from the same parameters, on one device."""
-    state = jax.device_get(trainer._initial())
+    return _exact_losses(trainer.settings, trainer.api, trainer.attention)[:steps]
+
+
+@functools.cache
+def _exact_losses(settings: Settings, *others: Any) -> np.ndarray:
+    state = jax.device_get(Trainer(settings, *others)._initial())
     with jax.enable_x64(True):
-        settings = dataclasses.replace(trainer.settings, dtype="float64")
-        wide = Trainer(settings, trainer.api, trainer.attention)
+        wide = Trainer(dataclasses.replace(settings, dtype="float64"), *others)
         step = jax.jit(functools.partial(wide._step, "stock"))
         state = jax.tree.map(lambda x: x.astype("float64") if x.dtype == "float32" else x, state)
         losses = []
-        for i in range(steps):
+        for i in range(8):
             state, loss = step(state, wide.batch(i))
             losses.append(float(loss))
     return np.array(losses)

@@ -13,15 +13,10 @@ from jax.extend import core
 from pallas_gemm import accelerate, explain, target
 from tests.reference import assert_as_good_as_xla, normal
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 WIDTH, HIDDEN = 256, 512
 BF16 = jnp.bfloat16
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Any:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 class Block(linen.Module):

@@ -1,6 +1,6 @@
 """Vectors that a function of the product has along rows and along columns."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -13,14 +13,9 @@ from pallas_gemm.kernels.functions.parts import Split
 from pallas_gemm.kernels.functions.split import split
 from tests import epilogues
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 M = 24
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _of_positions(s: Any, v: Any) -> Any:
@@ -51,8 +46,8 @@ FUNCTIONS = (_of_positions, _of_blocks, _of_an_argument, _of_what_follows)
 @pytest.mark.parametrize("f", FUNCTIONS)
 def test_a_kernel_computes_both(f: Callable[..., Any], batch: tuple[int, ...]) -> None:
     rng = np.random.default_rng(0)
-    s = jnp.asarray(rng.standard_normal((*batch, M, M)), jnp.float32)
-    v = jnp.asarray(rng.standard_normal(M), jnp.float32)
+    s = jnp.asarray(rng.standard_normal((*batch, M, M)).astype(jnp.float32))
+    v = jnp.asarray(rng.standard_normal(M).astype(jnp.float32))
     whole = jax.vmap(f, (0, None)) if batch else f
     parts = split(jax.make_jaxpr(whole)(s, v), Names("bmn"[-s.ndim :], "m", "n"))
     assert isinstance(parts, Split)

@@ -1,6 +1,7 @@
 """How kernels are launched: what XLA is told of their time, and what a search for leaks finds."""
 
 import dataclasses
+import gc
 import inspect
 from collections.abc import Iterator
 from typing import Any
@@ -96,6 +97,8 @@ def test_each_release_of_jax_is_told_what_it_takes() -> None:
 
 @pytest.mark.parametrize("problem", [PLAIN, GELU])
 def test_a_search_for_leaked_tracers_finds_none(problem: Problem) -> None:
+    # The search looks at every object, several times: those of other tests take it seconds.
+    gc.freeze()
     with jax.checking_leaks():
         traced(problem, HOPPER, H200)
         traced(problem, BlackwellConfig(tile=(128, 128), cluster=(1, 1)), B200)

@@ -31,7 +31,7 @@ def test_a_residual_of_another_type_is_added_in_the_kernel(
     # The edge cuts tiles, and slots are used again.
     a, b = (reference.integers(rng, shape, jnp.bfloat16) for shape in ((70, 16), (16, 80)))
     # More digits than the result has, as far as its type has them.
-    residual = jnp.asarray(rng.integers(-(2**13), 2**13, (70, 80)) / 2**12, kind)
+    residual = jnp.asarray((rng.integers(-(2**13), 2**13, (70, 80)) / 2**12).astype(kind))
 
     def product(a: Any, b: Any, residual: Any) -> jax.Array:
         return gemm(

@@ -2,7 +2,7 @@
 
 import collections
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -19,14 +19,9 @@ from pallas_gemm.kernels.functions.split import split
 from pallas_gemm.kernels.ptx import quick
 from pallas_gemm.program import Constant, Program
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 F32, BF16, E4M3 = jnp.float32, jnp.bfloat16, jnp.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _program(f: Callable[..., Any], *operands: Any) -> Program:
@@ -103,7 +98,7 @@ def test_results_are_those_of_the_program(name: str) -> None:
     f, operands = FUNCTIONS[name]
     program = _program(f, *operands)
     rng = np.random.default_rng(0)
-    given = [jnp.asarray(rng.normal(0, 3, x.shape), x.dtype) for x in (WIDE, *operands)]
+    given = [jnp.asarray(rng.normal(0, 3, x.shape).astype(x.dtype)) for x in (WIDE, *operands)]
     short = shorter(program)
     with jax.enable_x64(True):
         wide = [x.astype(np.float64) if x.dtype == F32 else x for x in given]

@@ -1,6 +1,6 @@
 """A function of the sums in its parts: what the kernel computes, and what XLA does around it."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,15 +15,10 @@ from pallas_gemm.kernels.functions.parts import Split
 from pallas_gemm.kernels.functions.split import split
 from tests import epilogues
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 M, N = 6, 10
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _split(
@@ -200,7 +195,7 @@ def test_the_parts_compute_the_function(case: tuple[Any, tuple[Any, ...], str, s
     def drawn(x: Any) -> Any:
         if x.dtype == jnp.bool_:
             return jnp.asarray(rng.integers(0, 2, x.shape) > 0)
-        return jnp.asarray(rng.integers(1, 5, x.shape), x.dtype)
+        return jnp.asarray(rng.integers(1, 5, x.shape).astype(x.dtype))
 
     s, given = drawn(_type(M, N)), [drawn(x) for x in operands]
     wide = {"m": (M, 1), "n": (1, N), "mn": (M, N), "": ()}
@@ -331,7 +326,7 @@ def test_scores_that_are_transposed(
     copied = 2 * np.prod(turned) * 4 if is_turned else 0
     assert parts.spread_bytes == copied + bytes_of_masks
     rng = np.random.default_rng(0)
-    s, r = (jnp.asarray(rng.standard_normal(x.shape), F32) for x in (_type(*shape), beside))
+    s, r = (jnp.asarray(rng.standard_normal(x.shape).astype(F32)) for x in (_type(*shape), beside))
     given = [r, jnp.asarray(rng.random(mask) < 0.7)]
     # What the kernel computes for each matrix of the batch.
     wide = {"m": (-1, 12, 1), "n": (-1, 1, 5), "mn": (-1, 12, 5)}

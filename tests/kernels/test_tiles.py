@@ -38,8 +38,8 @@ def visited(share: tiles.Share, first: int = 0, every: int = 1) -> list[tuple[in
 
 
 def table_share(schedule: Schedule, workers: int, worker: int) -> tiles.Share:
-    table = jnp.asarray(tiles.dealt_table(schedule, workers))
-    return tiles.read(table, jnp.int32(worker), work.Coding())
+    # A table of NumPy: JAX would compile a program for each shape, and read beyond the end.
+    return tiles.read(tiles.dealt_table(schedule, workers), np.int32(worker), work.Coding())
 
 
 @given(grids, workers)
@@ -65,7 +65,7 @@ def test_workers_walk_the_schedule_between_them(grid, workers):
 
 
 @pytest.mark.parametrize("tiles_of_worker", [0, 1, 2, 7, 8])
-@pytest.mark.parametrize("every", [1, 2, 3])
+@pytest.mark.parametrize("every", [1, 2])
 def test_turns_can_be_shared(tiles_of_worker, every):
     # One more worker than tiles, where there are none: the last worker has an empty row.
     schedule = schedules.build("raster", 1, max(tiles_of_worker, 1))

@@ -89,14 +89,14 @@ def _assert_derived_as_well(
     g = _normal(*out.shape, seed=7, dtype=out.dtype)
     tangents = [_normal(*x.shape, seed=8 + i, dtype=x.dtype) for i, x in enumerate(operands)]
 
-    def derived(f: Callable[..., jax.Array], cast: Callable[[Any], Any]) -> list[Any]:
-        primals = [cast(x) for x in operands]
-        _, forward = jax.jvp(f, primals, [cast(x) for x in tangents])
-        return [forward, *jax.vjp(f, *primals)[1](cast(g))]
+    def derived(f: Callable[..., jax.Array], primals: Any, tangents: Any, g: Any) -> list[Any]:
+        _, forward = jax.jvp(f, primals, tangents)
+        return [forward, *jax.vjp(f, *primals)[1](g)]
 
+    given = operands, tangents, g
     with jax.enable_x64(True):
-        exact = derived(stock, lambda x: jnp.asarray(x, jnp.float64))
-    ours_derived, stock_derived = derived(ours, lambda x: x), derived(stock, lambda x: x)
+        exact = jax.jit(functools.partial(derived, stock))(*jax.tree.map(reference.wide, given))
+    ours_derived, stock_derived = derived(ours, *given), derived(stock, *given)
     for our, xla, wide in zip(ours_derived, stock_derived, exact, strict=True):
         reference.assert_as_good_as_xla(our, xla, np.asarray(wide))
 

@@ -166,7 +166,7 @@ def test_a_function_of_rows_in_groups_follows() -> None:
 
 def test_groups_of_k_may_have_scales_on_the_right() -> None:
     a, b = drawn(M, 256), drawn(256, N, seed=1)
-    scales = jnp.asarray(2.0 ** np.random.default_rng(2).integers(-2, 3, (2, N)), F32)
+    scales = jnp.asarray((2.0 ** np.random.default_rng(2).integers(-2, 3, (2, N))).astype(F32))
     product = functools.partial(gemm, col_scale=scales)
     assert_widened(product, a, b)
     wide = reference.wide(b) * np.repeat(np.asarray(scales), 128, axis=0)

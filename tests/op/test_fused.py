@@ -1,6 +1,6 @@
 """Functions as epilogues: derivatives, `vmap`, meshes, export and remat, beside JAX's own."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,15 +14,10 @@ from pallas_gemm import explain, gated_gemm, gemm, target
 from pallas_gemm.op import function_of_sums, linear
 from tests import reference
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 M, N, K = 24, 40, 32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _kept(s: Any, bias: Any) -> Any:
@@ -48,7 +43,7 @@ FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[tuple[int, ...], ...]]] = {
 
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), F32) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(F32)) for shape in shapes]
 
 
 def _ours(function: Any) -> Callable[..., Any]:

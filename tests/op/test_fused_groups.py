@@ -1,6 +1,5 @@
 """Functions of rows in groups: what a kernel computes of them, derived, promised and on a mesh."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -11,6 +10,8 @@ import pytest
 from pallas_gemm import HopperConfig, explain, grouped_gemm, numerics, target
 from tests import meshes
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 F32, BF16 = jnp.float32, jnp.bfloat16
 M, N, K, GROUPS = 72, 64, 128, 3
 SIZES = np.array([5, 0, 40])
@@ -19,16 +20,9 @@ SMALL = HopperConfig(
 )
 
 
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), BF16) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(BF16)) for shape in shapes]
 
 
 def _gelu(s: Any, bias: Any, scale: Any, residual: Any) -> Any:

@@ -54,9 +54,11 @@ def _step(lhs: Any, rhs: Any, sizes: Any, g: Any) -> Any:
 
 def _poisoned(sizes: Any) -> tuple[jax.Array, ...]:
     """Operands with NaN in all rows that are in no group, and in the matrices of empty groups."""
-    outside = _group_of(sizes) == GROUPS
-    empty = np.array(sizes) == 0
-    return LHS.at[outside].set(jnp.nan), RHS.at[empty].set(jnp.nan), G.at[outside].set(jnp.nan)
+    outside = (_group_of(sizes) == GROUPS)[:, None]
+    empty = (np.array(sizes) == 0)[:, None, None]
+    poisons = (LHS, outside), (RHS, empty), (G, outside)
+    # By NumPy: JAX would compile a program for each number of them.
+    return tuple(jnp.asarray(np.where(own, np.float32(np.nan), x)) for x, own in poisons)
 
 
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)

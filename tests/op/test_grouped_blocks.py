@@ -21,17 +21,20 @@ CONFIG = HopperConfig(
 
 def _drawn(*shape: int, dtype: Any = E4M3) -> jax.Array:
     rng = np.random.default_rng(sum(shape))
-    return jnp.asarray(rng.integers(-4, 5, shape), dtype)
+    return jnp.asarray(rng.integers(-4, 5, shape).astype(dtype))
 
 
 def _scales(*shape: int) -> jax.Array:
-    return jnp.asarray(2.0 ** np.random.default_rng(sum(shape)).integers(-2, 3, shape), jnp.float32)
+    return jnp.asarray(
+        (2.0 ** np.random.default_rng(sum(shape)).integers(-2, 3, shape)).astype(jnp.float32)
+    )
 
 
 def _whole(scale: Any, rows: int, columns: int) -> np.ndarray:
+    scale = np.asarray(scale, np.float64)
     for axis, size in ((-2, rows), (-1, columns)):
         scale = np.repeat(scale, size // scale.shape[axis], scale.ndim + axis)
-    return np.asarray(scale, np.float64)
+    return scale
 
 
 def _expected(a: Any, b: Any, row: Any, col: Any) -> np.ndarray:

@@ -18,11 +18,11 @@ F32, I8, E4M3 = jnp.float32, jnp.int8, jnp.float8_e4m3fn
 
 
 def drawn(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), F32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(F32))
 
 
 def integers(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape), F32)
+    return jnp.asarray(np.random.default_rng(seed).integers(-3, 4, shape).astype(F32))
 
 
 def exact(a: Any, b: Any) -> Any:

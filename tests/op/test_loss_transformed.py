@@ -41,7 +41,7 @@ def _operands() -> tuple[jax.Array, ...]:
     rng = np.random.default_rng(0)
     shapes = ((TOKENS, WIDTH), (WIDTH, WORDS), (WORDS,))
     h, w, b = (reference.normal(rng, shape, F32) for shape in shapes)
-    return h, w, b, jnp.asarray(rng.integers(0, WORDS, TOKENS), jnp.int32)
+    return h, w, b, jnp.asarray(rng.integers(0, WORDS, TOKENS).astype(jnp.int32))
 
 
 H, W, B, LABELS = _operands()

@@ -38,11 +38,11 @@ def _drawn(layer: Layer) -> tuple[Given, Slopes]:
     stored = (WORDS, WIDTH) if layer.transposed else (WIDTH, WORDS)
     hidden, weight = (reference.normal(rng, x, BF16) for x in ((TOKENS, WIDTH), stored))
     bias = (reference.normal(rng, (WORDS,), F32),) * layer.bias
-    labels = jnp.asarray(rng.integers(0, WORDS, TOKENS), jnp.int32)
+    labels = jnp.asarray(rng.integers(0, WORDS, TOKENS).astype(jnp.int32))
     given = Given(hidden, weight * 0.3, labels, bias)
     sums = layer.contraction.by_xla(layer.call, given.hidden, given.weight)
     log_sum_exp = jax.nn.logsumexp(layer.logits(sums, bias), axis=-1)
-    others = [jnp.asarray(rng.uniform(0.5, 1, TOKENS), F32) for _ in range(2 + layer.total)]
+    others = [jnp.asarray(rng.uniform(0.5, 1, TOKENS).astype(F32)) for _ in range(2 + layer.total)]
     return given, Slopes(log_sum_exp, others[0], -others[1], tuple(others[2:]))
 
 
@@ -53,13 +53,17 @@ def _exact(layer: Layer) -> tuple[Given, Slopes]:
     return given._replace(hidden=hidden.clip(-1, 1), weight=weight.clip(-0.5, 0.5)), slopes
 
 
+@functools.cache
+def _simulation(part: Part) -> Any:
+    """Returns the simulation of a kernel, which all tests share."""
+    return jax.jit(part.run())
+
+
 def _simulated(monkeypatch: Any) -> Options:
     """Has kernels simulated, and returns the options that ask for it."""
 
-    run = functools.cache(lambda part: jax.jit(part.run()))
-
     def simulate(*operands: Any, part: Part) -> list[jax.Array]:
-        return jax.tree.leaves(run(part)(*operands))
+        return jax.tree.leaves(_simulation(part)(*operands))
 
     monkeypatch.setattr(part_kernel_p, "bind", simulate)
     # A loop of the program would run the simulator from within.
@@ -134,7 +138,12 @@ def _by_slices(layer: Layer, given: Given, slopes: Slopes) -> list[Any]:
     by_xla = dataclasses.replace(layer, call=Call(np.float32))
     slices = loss_chunks.Slices(by_xla, dataclasses.replace(PARTS, in_place=False))
     wanted = Wanted(True, True, layer.bias)
-    return loss_chunks.gradients(by_xla, wanted, given, slopes, None, slices)
+
+    @jax.jit
+    def gradients(given: Given, slopes: Slopes) -> list[Any]:
+        return loss_chunks.gradients(by_xla, wanted, given, slopes, None, slices)
+
+    return gradients(given, slopes)
 
 
 def _close(x: Any, y: Any) -> None:
@@ -292,7 +301,7 @@ def test_none_wait_on_a_cpu(monkeypatch: Any) -> None:
     loss_plan.chunks.cache_clear()
     rng = np.random.default_rng(0)
     hidden, weight = (reference.normal(rng, x, BF16) for x in ((64, 64), (64, 12_800)))
-    operands = hidden, weight / 8, jnp.asarray(rng.integers(0, 12_800, 64), jnp.int32)
+    operands = hidden, weight / 8, jnp.asarray(rng.integers(0, 12_800, 64).astype(jnp.int32))
     losses = (functools.partial(linear_cross_entropy, memory=x) for x in ("least", "fastest"))
     runs = [jax.jit(jax.value_and_grad(loss, (0, 1))) for loss in losses]
     assert "loss_waiting" in str(runs[0].trace(*operands).jaxpr)

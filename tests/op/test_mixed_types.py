@@ -27,7 +27,7 @@ def _promotes() -> Any:
 
 
 def drawn(*shape: int, seed: int = 0, dtype: Any = jnp.float32) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(dtype))
 
 
 def shares(result: Any, a: Any, b: Any) -> float:

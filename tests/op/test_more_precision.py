@@ -27,7 +27,7 @@ ERRORS = {
 
 
 def normal(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), jnp.float32)
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape).astype(jnp.float32))
 
 
 def assert_within(share: float, result: Any, a: Any, b: Any) -> None:

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import gated_gemm, gemm, projections
+from pallas_gemm import gated_gemm, gemm, numerics, projections
 from pallas_gemm.kernels.hopper import kernel
 
 FUNCTIONS: dict[str, Callable[..., Any]] = {
@@ -41,7 +41,7 @@ def test_a_nan_ends_in_jaxs_error(name: str, compiled: bool) -> None:
             f(x.at[0, 0].set(jnp.nan), x)
 
 
-@pytest.mark.parametrize("name", ["product", "function", "batch"])
+@pytest.mark.parametrize("name", ["product", "function", "batch", "promise"])
 def test_what_is_simulated_is_traced_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     traced, body = [], kernel._body
     monkeypatch.setattr(kernel, "_body", lambda *x: traced.append(x) or body(*x))
@@ -49,7 +49,8 @@ def test_what_is_simulated_is_traced_once(name: str, monkeypatch: pytest.MonkeyP
     def run(a: jax.Array, b: jax.Array) -> jax.Array:
         # No other test has this factor.
         f = (lambda s: s * 41) if name == "function" else None
-        return gemm(a, b, alpha=None if f else 41, epilogue=f, implementation="interpret")
+        how: Any = {"numerics": numerics(invariant="rows")} if name == "promise" else {}
+        return gemm(a, b, alpha=None if f else 41, epilogue=f, implementation="interpret", **how)
 
     x = jnp.ones((3, 64, 64) if name == "batch" else (64, 64), jnp.bfloat16)
     np.testing.assert_array_equal(jax.jit(run)(x, x), jnp.full(x.shape, 64 * 41))

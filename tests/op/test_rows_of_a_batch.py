@@ -19,7 +19,7 @@ X, W = (2, 64, 72), (64, 80)
 
 def _drawn(*shape: int) -> Any:
     rng = np.random.default_rng(len(shape) + sum(shape))
-    return jnp.asarray(rng.integers(-2, 3, shape), BF16)
+    return jnp.asarray(rng.integers(-2, 3, shape).astype(BF16))
 
 
 FUNCTIONS: dict[str, tuple[Callable[..., Any], tuple[int, ...]]] = {

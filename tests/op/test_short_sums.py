@@ -98,7 +98,7 @@ def test_rows_in_groups_have_them() -> None:
 
 def test_scales_of_blocks_stay() -> None:
     a, b = drawn(M, 512), drawn(N, 512, seed=1)
-    row = jnp.asarray(2.0 ** np.random.default_rng(2).integers(-2, 3, (M, 4)), F32)
+    row = jnp.asarray((2.0 ** np.random.default_rng(2).integers(-2, 3, (M, 4))).astype(F32))
     result = SIMULATED(a, b, row_scale=row, transpose_b=True)
     exact = (reference.wide(a) * np.repeat(np.asarray(row), 128, 1)) @ reference.wide(b).T
     reference.assert_exact(result, exact)

@@ -11,6 +11,7 @@ import pytest
 from pallas_gemm import HopperConfig, offline
 from pallas_gemm.call import Call, Options, signature_of
 from pallas_gemm.device import H200
+from pallas_gemm.kernels.hopper import kernel
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.function_of_sums import Function, traced
 from pallas_gemm.op.side_by_side import Half, SideBySide, side_by_side_p
@@ -45,7 +46,7 @@ def case(name: str, options: Options = OPTIONS) -> tuple[SideBySide, tuple[Any, 
     sizes.setdefault("b", 3)
     rng = np.random.default_rng(0)
     shapes = tuple(sizes[x] for x in contraction.lhs), stored
-    a, both = (jnp.asarray(rng.integers(-2, 3, shape), BF16) for shape in shapes)
+    a, both = (jnp.asarray(rng.integers(-2, 3, shape).astype(BF16)) for shape in shapes)
     result = jax.ShapeDtypeStruct(tuple(sizes[x] for x in contraction.out), F32)
     function: Function = traced(joined, result, result, sums=2)
     call = Call(F32, epilogue=Epilogue(gated=True), options=options)
@@ -78,10 +79,14 @@ def in_place(own: SideBySide, operands: tuple[Any, Any]) -> bool:
 
 
 @pytest.mark.parametrize("name", STORED)
-def test_each_half_is_read_where_it_lies(name: str) -> None:
+def test_each_half_is_read_where_it_lies(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    traced, body = [], kernel._body
+    monkeypatch.setattr(kernel, "_body", lambda plan, *x: traced.append(plan) or body(plan, *x))
     own, operands = case(name)
     assert in_place(own, operands)
     check(jax.jit(lambda *x: computed(own, *x))(*operands), expected(own, *operands))
+    # Of both products beside each other, and of them apart: no kernel is traced twice.
+    assert len(traced) == len(set(traced))
 
 
 @pytest.mark.gpu("hopper")
@@ -114,7 +119,7 @@ def test_elsewhere_the_halves_are_two_arrays(
     function = traced(joined, result, result, sums=2)
     own = SideBySide(call, Contraction("mk", letters, out), function, axis)
     rng = np.random.default_rng(1)
-    a, both = (jnp.asarray(rng.integers(-2, 3, x), BF16) for x in ((M, sizes["k"]), stored))
+    a, both = (jnp.asarray(rng.integers(-2, 3, x).astype(BF16)) for x in ((M, sizes["k"]), stored))
     assert own.plan(signature_of((a, both))) == why
     check(jax.jit(lambda *x: computed(own, *x))(a, both), expected(own, a, both))
 
@@ -148,7 +153,7 @@ def test_both_biases_are_read_where_they_lie(
     options = Options(implementation="hopper") if on_gpu else OPTIONS
     options = dataclasses.replace(options, config=config)
     own, factors = case("rows of columns", options)
-    bias = jnp.asarray(np.random.default_rng(3).integers(-9, 9, shape), dtype)
+    bias = jnp.asarray(np.random.default_rng(3).integers(-9, 9, shape).astype(dtype))
 
     def biased(gate: Any, up: Any, *biases: Any) -> Any:
         one, other = (x.reshape(1, -1).astype(F32) for x in biases)
@@ -178,7 +183,7 @@ def test_derivatives_are_those_of_two_arrays() -> None:
         strict=True,
     ):
         np.testing.assert_array_equal(one, other)
-    weights = [jnp.asarray(rng.integers(-1, 2, (M, 192)), F32) for _ in range(2)]
+    weights = [jnp.asarray(rng.integers(-1, 2, (M, 192)).astype(F32)) for _ in range(2)]
 
     def loss(a: Any, both: Any) -> Any:
         return weighted(computed(own, a, both))

@@ -17,6 +17,9 @@ from pallas_gemm.planning.sums import Sums
 from tests import reference
 
 K = 1024
+# JAX would compile their reductions each time that they are not part of a program.
+MEASURE = jax.jit(halves.measure, static_argnums=1, static_argnames="alone")
+CLOSELY = jax.jit(halves.closely, static_argnums=2)
 LOST = 2.0**-23, 2.0**-50
 """Of an element, as a share of itself or of the largest one."""
 TERMS = {"three": ((1, 0), (0, 1), (0, 0)), "four": ((1, 1), (1, 0), (0, 1), (0, 0))}
@@ -36,7 +39,7 @@ def sizes(*shape: int, most: int, seed: int = 0) -> np.ndarray:
 
 def split(x: np.ndarray, axis: int) -> tuple[Any, list[np.ndarray]]:
     """Returns what is known of an operand, and the values of its arrays."""
-    known = halves.measure(jnp.asarray(x), axis, alone=False)
+    known = MEASURE(jnp.asarray(x), axis, alone=False)
     arrays = halves.split(jnp.asarray(x) * jnp.expand_dims(known.scale, axis))
     assert [array.dtype for array in arrays] == [jnp.float16] * 2
     undone = np.expand_dims(reference.wide(known.undone), axis)
@@ -49,9 +52,9 @@ def fits(x: np.ndarray, y: np.ndarray, *, alone: bool = False) -> tuple[bool, bo
     And whether that is sure without a close look.
     """
     a, b = jnp.asarray(x), jnp.asarray(y.T)
-    known = halves.measure(a, 1, alone=alone), halves.measure(b, 0, alone=alone)
+    known = MEASURE(a, 1, alone=alone), MEASURE(b, 0, alone=alone)
     surely = bool(halves.fit(*known, alone=alone))
-    found = surely or bool(halves.closely(a, b, (1, 0), known))
+    found = surely or bool(CLOSELY(a, b, (1, 0), known))
     return found, surely
 
 
@@ -130,7 +133,7 @@ ALONE = {
 def test_one_array_loses_what_tf32_does(pair: tuple[str, str]) -> None:
     x, y = (np.asarray(OPERANDS[name](i), np.float32) for i, name in enumerate(pair))
     assert fits(x, y, alone=True) == ALONE[pair]
-    known = [halves.measure(jnp.asarray(z), i, alone=True) for z, i in ((x, 1), (y.T, 0))]
+    known = [MEASURE(jnp.asarray(z), i, alone=True) for z, i in ((x, 1), (y.T, 0))]
     if ALONE[pair][0]:
         left = reference.wide(jnp.asarray(x * known[0].scale[:, None]).astype(jnp.float16))
         right = reference.wide(jnp.asarray(y.T * known[1].scale[None]).astype(jnp.float16))

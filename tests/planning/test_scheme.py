@@ -19,6 +19,7 @@ from pallas_gemm.planning.by_xla import xla_time
 from pallas_gemm.planning.scheme import HIGHEST, SHORTEST_SUM, Scheme
 from pallas_gemm.problem import Epilogue, Problem
 from tests import reference
+from tests.planning.test_halves import MEASURE
 
 PRESET, MOST = lax.DotAlgorithmPreset, lax.Precision.HIGHEST
 DEFAULT = (lax.Precision.DEFAULT,) * 2
@@ -127,7 +128,7 @@ def _add(total: np.ndarray, x: np.ndarray, y: np.ndarray) -> np.ndarray:
 def _by_tensor_cores(own: Scheme, x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Returns products of rows in the order of a kernel of this scheme."""
     is_halved = own.otherwise is not None
-    known = [halves.measure(jnp.asarray(each), 1, alone=False) for each in (x, y)]
+    known = [MEASURE(each, 1, alone=False) for each in (x, y)]
     scales = [own.scale[:, None] if is_halved else 1 for own in known]
     left, right = (
         [reference.wide(z) for z in own.arrays(jnp.asarray(each) * scale)]

@@ -308,9 +308,9 @@ def test_a_line_of_weights_is_as_wide_as_a_swizzle_at_least() -> None:
 
 def test_the_kernel_is_simulated_where_it_is_named() -> None:
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-3, 4, (5, 512)), jnp.bfloat16)
-    w = jnp.asarray(rng.integers(-8, 8, (512, 128)), jnp.int8).astype(jnp.int4)
-    scales = jnp.asarray(2.0 ** rng.integers(-1, 2, (4, 128)), jnp.bfloat16)
+    x = jnp.asarray(rng.integers(-3, 4, (5, 512)).astype(jnp.bfloat16))
+    w = jnp.asarray(rng.integers(-8, 8, (512, 128)).astype(jnp.int8)).astype(jnp.int4)
+    scales = jnp.asarray((2.0 ** rng.integers(-1, 2, (4, 128))).astype(jnp.bfloat16))
 
     def product(implementation: str) -> np.ndarray:
         found = pallas_gemm.gemm(x, w, col_scale=scales, implementation=implementation)

@@ -3,7 +3,7 @@
 XLA reads the rows of a softmax once, unless they are long or masked. Then a kernel saves nothing.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,14 +21,9 @@ from pallas_gemm.rewriting import folds, products
 from tests.reference import normal
 from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 F32 = jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def attention(*, heads_first: bool, causal: bool, rounds: bool) -> Callable[..., Any]:

@@ -119,7 +119,7 @@ CASES: dict[str, tuple[Callable[..., Any], tuple[int, ...], tuple[int, ...]]] = 
 def drawn(*shapes: tuple[int, ...]) -> tuple[Any, ...]:
     """Returns arrays of small integers: all that is computed of them is exact in bfloat16."""
     rng = np.random.default_rng(0)
-    return tuple(jnp.asarray(rng.integers(-1, 2, shape), BF16) for shape in shapes)
+    return tuple(jnp.asarray(rng.integers(-1, 2, shape).astype(BF16)) for shape in shapes)
 
 
 def names(program: core.ClosedJaxpr) -> list[str]:

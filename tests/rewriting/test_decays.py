@@ -1,6 +1,5 @@
 """Linear attention in chunks, whose scores decay: masks of one vector of positions, used twice."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -13,12 +12,7 @@ from pallas_gemm.rewriting import folds
 from tests.reference import normal
 from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
 
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 def _chunk(c: Any, b: Any, x: Any, rate: Any) -> Any:

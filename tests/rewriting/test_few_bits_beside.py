@@ -11,14 +11,10 @@ import pytest
 from pallas_gemm import accelerate, target
 from tests.rewriting.test_folds import BF16
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 SIZE = 4096
 INT8, SHAPE = jnp.int8, jax.ShapeDtypeStruct
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Any:
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _adapted(x: Any, q: Any, scale: Any, down: Any, up: Any) -> Any:
@@ -54,8 +50,8 @@ CASTS: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("name", CASTS)
 def test_casts_in_between_are_not_forgotten(name: str) -> None:
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-2, 3, (16, 512)), BF16)
-    q = jnp.asarray(rng.integers(-1, 2, (512, 1024)), INT8)
+    x = jnp.asarray(rng.integers(-2, 3, (16, 512)).astype(BF16))
+    q = jnp.asarray(rng.integers(-1, 2, (512, 1024)).astype(INT8))
 
     def f(x: Any, q: Any) -> Any:
         return x @ CASTS[name](q)
@@ -84,9 +80,9 @@ SCALES: dict[str, Callable[[Any, Any], Any]] = {
 @pytest.mark.parametrize("name", SCALES)
 def test_scales_of_all_weights_are_folded_and_derived(name: str) -> None:
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-2, 3, (16, 1024)), BF16)
-    q = jnp.asarray(rng.integers(-7, 8, (1024, 2048)), INT8)
-    scale = jnp.asarray(rng.integers(1, 3, 2048) / 2, BF16)
+    x = jnp.asarray(rng.integers(-2, 3, (16, 1024)).astype(BF16))
+    q = jnp.asarray(rng.integers(-7, 8, (1024, 2048)).astype(INT8))
+    scale = jnp.asarray((rng.integers(1, 3, 2048) / 2).astype(BF16))
 
     def f(x: Any) -> Any:
         return x @ SCALES[name](q, scale)

@@ -20,6 +20,8 @@ from pallas_gemm.rewriting.walk import Rewriter
 from tests.reference import TILE, assert_as_good_as_xla, normal
 from tests.rewriting.test_walk import assert_same, names
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 SHAPE = jax.ShapeDtypeStruct
 BF16 = jnp.bfloat16
 
@@ -120,13 +122,6 @@ FOLDED = {
     "scanned": 4,
 }
 """How many of the products, forward and backward, have a pass less around them."""
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _check(found: Any, expected: Any, values: Any) -> None:

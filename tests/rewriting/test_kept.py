@@ -1,6 +1,5 @@
 """A value that is kept for a derivative is computed again by the kernel that reads its parts."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -25,15 +24,10 @@ from tests.rewriting.test_folds import (
     step,
 )
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 LARGE = (SHAPE((16384, 4096), BF16), SHAPE((4096, 14336), BF16), SHAPE((14336, 4096), BF16))
 BIAS = SHAPE((14336,), BF16)
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _blocks(x: Any, w: Any, v: Any, bias: Any, number: int = 3) -> Any:

@@ -1,6 +1,6 @@
 """Functions around products that few models have, and operations that change no value."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -15,12 +15,7 @@ from pallas_gemm import accelerate, target
 from pallas_gemm.rewriting import folds
 from tests.rewriting.test_folds import BF16, LARGE, _check, drawn, exact, rewritten, step
 
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 def _straight_through(z: Any) -> Any:
@@ -73,7 +68,9 @@ def test_a_rounding_with_another_derivative_keeps_it(
 ) -> None:
     monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
     rng = np.random.default_rng(2)
-    x, w = (jnp.asarray(rng.integers(-3, 4, own) / 8, BF16) for own in ((72, 64), (64, 128)))
+    x, w = (
+        jnp.asarray((rng.integers(-3, 4, own) / 8).astype(BF16)) for own in ((72, 64), (64, 128))
+    )
 
     def f(x: Any) -> Any:
         return jnp.sum(_straight_through(x @ w).astype(jnp.float32) * 3)

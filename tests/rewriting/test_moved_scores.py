@@ -1,6 +1,6 @@
 """JAX's own attention, which moves dimensions between a product and its softmax."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -18,6 +18,8 @@ from tests.reference import normal
 from tests.rewriting.test_attention import seconds_saved
 from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 F32 = jnp.float32
 KINDS: dict[str, dict[str, Any]] = {
     "plain": {},
@@ -28,13 +30,6 @@ KINDS: dict[str, dict[str, Any]] = {
     "every": {"mask": (0, 0, 0), "is_causal": True},
 }
 """Masks: of those that are given, which of batch, heads and rows are 1."""
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def attention(kind: str) -> Callable[..., Any]:

@@ -1,6 +1,6 @@
 """Results of relu, which tell the derivative where the inputs are positive."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,12 +17,7 @@ from tests.reference import normal
 from tests.rewriting.test_folds import BF16, LARGE, SHAPE, _check, exact, rewritten, step
 from tests.rewriting.test_walk import assert_same
 
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 
 def _with(relu: Callable[[Any], Any]) -> Callable[..., Any]:

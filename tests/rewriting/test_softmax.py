@@ -1,6 +1,6 @@
 """The softmax of a product's rows, and losses that have one, are computed by its kernel."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,6 +14,8 @@ from pallas_gemm import accelerate, target
 from pallas_gemm.rewriting import folds
 from tests.reference import normal
 from tests.rewriting.test_folds import BF16, SHAPE, _check, count, exact, rewritten, step
+
+pytestmark = pytest.mark.usefixtures("as_users_write")
 
 WORDS = 256
 
@@ -77,18 +79,11 @@ PROGRAMS: dict[str, Callable[..., Any]] = {
 LARGE = (SHAPE((8192, 2048), BF16), SHAPE((2048, 32768), BF16), SHAPE((8192,), jnp.int32))
 
 
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
-
-
 def drawn() -> tuple[Any, ...]:
     """Returns operands; logits of a row differ by up to ten."""
     rng = np.random.default_rng(0)
     x, w = normal(rng, (2, 32, 64), BF16), normal(rng, (64, WORDS), BF16) * BF16(0.25)
-    return x, w, jnp.asarray(rng.integers(0, WORDS, (2, 32)), jnp.int32)
+    return x, w, jnp.asarray(rng.integers(0, WORDS, (2, 32)).astype(jnp.int32))
 
 
 def trained(f: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,7 +1,7 @@
 """Weights of few bits that a program widens are multiplied as they are stored."""
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -14,15 +14,10 @@ from pallas_gemm.rewriting import few_bits
 from tests.reference import assert_as_good_as_xla, normal, wide
 from tests.rewriting.test_folds import BF16, SHAPE, rewritten
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 ROWS, N, K, GROUPS = 16, 4096, 4096, 32
 F32 = jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _cast(x: Any, w: Any, _: Any) -> Any:
@@ -126,9 +121,9 @@ def test_values_are_as_good_as_the_programs(
     monkeypatch.setattr(few_bits, "_priced", always)
     rng = np.random.default_rng(0)
     x = normal(rng, (ROWS, 2048), BF16)
-    w = jnp.asarray(rng.integers(-127, 128, (2048, 2048)), jnp.int8)
+    w = jnp.asarray(rng.integers(-127, 128, (2048, 2048)).astype(jnp.int8))
     scale = jnp.asarray(
-        0.5 + rng.random((16, 2048) if f in (_in_groups, _repeated) else (2048,)), BF16
+        (0.5 + rng.random((16, 2048) if f in (_in_groups, _repeated) else (2048,))).astype(BF16)
     )
     program, _ = rewritten(f, x, w, scale)
     assert not any(e.primitive.name == "mul" for e in program.eqns)

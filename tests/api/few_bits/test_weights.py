@@ -160,7 +160,7 @@ def test_kernels_of_an_nnx_state_become_records() -> None:
     layer = nnx.Linear(16, 8, use_bias=False, rngs=nnx.Rngs(0))
     graph, state = nnx.split(layer)
     quantized = nnx.merge(graph, quantize_weights(state, bits=4, group=8))
-    x = jnp.asarray(RNG(0).normal(size=(4, 16)), jnp.float32)
+    x = jnp.asarray(RNG(0).normal(size=(4, 16)).astype(jnp.float32))
     record = quantized.kernel.get_value()
     assert isinstance(record, QuantizedWeight)
     np.testing.assert_array_equal(quantized(x), x @ record.widened())
@@ -179,7 +179,7 @@ def test_weights_of_equinox_are_stored_with_k_last() -> None:
     weight = made[0].weight
     assert (weight.axis, weight.shape, weight.scale.shape) == (-1, (8, 16), (2, 8))
     assert made[2].weight.scale.shape == (1, 4)
-    x = jnp.asarray(RNG(0).normal(size=16), jnp.float32)
+    x = jnp.asarray(RNG(0).normal(size=16).astype(jnp.float32))
     np.testing.assert_allclose(made[0](x), weight.widened() @ x + model[0].bias, rtol=1e-6)
     assert isinstance(made[1].weight, jax.Array)
     assert isinstance(same.weight, jax.Array)
@@ -206,9 +206,9 @@ class QArray(types.SimpleNamespace):
 def _qwix(*, zero: bool, dtype: Any = jnp.int8, scale: Any = (1, 24)) -> QArray:
     rng = RNG(3)
     return QArray(
-        qvalue=jnp.asarray(rng.integers(-7, 8, (32, 24)), dtype),
-        scale=jnp.asarray(rng.choice([0.5, 0.25, 2], scale), jnp.bfloat16),
-        zero_point=jnp.asarray(rng.integers(-3, 4, scale), dtype) if zero else None,
+        qvalue=jnp.asarray(rng.integers(-7, 8, (32, 24)).astype(dtype)),
+        scale=jnp.asarray(rng.choice([0.5, 0.25, 2], scale).astype(jnp.bfloat16)),
+        zero_point=jnp.asarray(rng.integers(-3, 4, scale).astype(dtype)) if zero else None,
     )
 
 

@@ -97,13 +97,14 @@ def _is_legal(case: covering.Case) -> bool:
 
 
 def _scales(rng: np.random.Generator, *shape: int) -> Any:
-    return jnp.asarray(2.0 ** rng.integers(-2, 2, shape) * rng.choice([-1, 1], shape), jnp.float32)
+    return jnp.asarray(np.float32(2.0 ** rng.integers(-2, 2, shape) * rng.choice([-1, 1], shape)))
 
 
 def _whole(scale: Any, size: tuple[int, int], each: tuple[int, int]) -> np.ndarray:
+    scale = np.asarray(scale)
     for axis in (0, 1):
         scale = np.repeat(scale, each[axis], scale.ndim - 2 + axis)
-    return np.asarray(scale)[..., : size[0], : size[1]]
+    return scale[..., : size[0], : size[1]]
 
 
 def _biased(out: Any) -> Any:
@@ -125,7 +126,7 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     (r, c, g), (m, n), k = case["blocks"], _sizes(case), case["k"]
 
     def ints(*shape: int, dtype: Any) -> Any:
-        return jnp.asarray(rng.integers(-3, 4, shape), dtype)
+        return jnp.asarray(rng.integers(-3, 4, shape).astype(dtype))
 
     a = ints(*case["batch"], m, k, dtype=case["types"][0])
     weights = [ints(n, k, dtype=case["types"][1]) for _ in range(2)]
@@ -166,8 +167,8 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     if case["epilogue"] == "function":
         for own, expected_one in zip(extremes, (expected.max(-1), expected.min(-2)), strict=True):
             np.testing.assert_array_equal(own, expected_one)
-    rounded = jnp.asarray(expected, jnp.float32).astype(case["out"])
-    np.testing.assert_array_equal(np.asarray(found, np.float32), np.asarray(rounded, np.float32))
+    rounded = np.float32(expected).astype(case["out"])
+    np.testing.assert_array_equal(np.float32(found), np.float32(rounded))
 
 
 PLAIN: covering.Case = {name: values[0] for name, values in OPTIONS.items()}

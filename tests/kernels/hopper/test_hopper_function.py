@@ -1,7 +1,7 @@
 """Functions as epilogues in the simulated Hopper kernel: exact numbers, no races, every layout."""
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -15,14 +15,9 @@ from pallas_gemm import HopperConfig, explain, gated_gemm, gemm, offline, target
 from pallas_gemm.planning import implementation
 from tests import covering, races, summaries
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _kept(s: Any, bias: Any) -> Any:
@@ -152,7 +147,7 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
 
     def ints(*shape: int, dtype: Any = BF16) -> Any:
-        return jnp.asarray(rng.integers(-3, 4, shape), dtype)
+        return jnp.asarray(rng.integers(-3, 4, shape).astype(dtype))
 
     transposed = [letter == "T" for letter in case["layout"]]
     lead = case["batch"]
@@ -161,7 +156,7 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     operands = [ints(*_of(kind, lead, m, n), dtype=dtype) for kind, dtype in kinds]
     if case["function"] == "picked":
         # Some columns are none, and then the sum is 0.
-        operands = [jnp.asarray(rng.integers(-9, n + 9, (*lead, m, 1)), F32)]
+        operands = [jnp.asarray(rng.integers(-9, n + 9, (*lead, m, 1)).astype(F32))]
     how = {"transpose_a": transposed[0], "transpose_b": transposed[1], "config": config}
     with races.recorded() as raced:
         found = jax.jit(
@@ -175,7 +170,7 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
         np.swapaxes(np.asarray(x, np.float32), -1, -2) if t else np.asarray(x, np.float32)
         for x, t in zip((a, b), transposed, strict=True)
     )
-    expected = function(jnp.asarray(left @ right), *operands)
+    expected = jax.jit(function)(jnp.asarray(left @ right), *operands)
     for x, y in zip(found, expected, strict=True):
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
         np.testing.assert_array_equal(np.asarray(x, F32), np.asarray(y, F32))
@@ -192,8 +187,8 @@ def test_nothing_beyond_the_result_is_counted(
     form: Any = {"cluster": cluster, "late_store": late_store, "stages": 2, "ctas": 2}
     config = HopperConfig((128, 64), consumers=2, store_columns=32, store_slots=2, **form)
     rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.integers(-3, 4, (size, 72)), BF16) for size in (rows, columns))
-    bias = jnp.asarray(rng.integers(4, 9, columns), F32)
+    a, b = (jnp.asarray(rng.integers(-3, 4, (size, 72)).astype(BF16)) for size in (rows, columns))
+    bias = jnp.asarray(rng.integers(4, 9, columns).astype(F32))
     how: Any = {"transpose_b": True, "implementation": "interpret", "config": config}
     found = gemm(a, b, epilogue=_reduced, operands=(bias,), **how)
     product = np.asarray(a, np.float32) @ np.asarray(b, np.float32).T
@@ -232,9 +227,9 @@ def test_several_results_of_tiles_that_are_cut(
     n, function, kinds = CUT[name]
     m, k = 72, 144
     rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.integers(-3, 4, shape), BF16) for shape in ((m, k), (n, k)))
+    a, b = (jnp.asarray(rng.integers(-3, 4, shape).astype(BF16)) for shape in ((m, k), (n, k)))
     operands = [
-        jnp.asarray(rng.integers(-3, 4, _of(kind, (), m, n)), dtype) for kind, dtype in kinds
+        jnp.asarray(rng.integers(-3, 4, _of(kind, (), m, n)).astype(dtype)) for kind, dtype in kinds
     ]
     how = {"transpose_b": True, "config": config, "implementation": "interpret"}
     with races.recorded() as raced:
@@ -255,12 +250,12 @@ def test_mirrored(n: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(implementation, "_simulator", lambda _: racing)
     config = HopperConfig(tile=(64, 64), stages=2, ctas=2, store_columns=32, mirrored=True)
     rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.integers(-3, 4, shape), BF16) for shape in ((72, 144), (n, 144)))
+    a, b = (jnp.asarray(rng.integers(-3, 4, shape).astype(BF16)) for shape in ((72, 144), (n, 144)))
 
     def function(s: Any, bias: Any) -> Any:
         return jnp.maximum(s + bias, 0).astype(BF16)
 
-    bias = jnp.asarray(rng.integers(-3, 4, n), F32)
+    bias = jnp.asarray(rng.integers(-3, 4, n).astype(F32))
     how = {"transpose_b": True, "config": config, "implementation": "interpret"}
     with races.recorded() as raced:
         found = jax.jit(lambda a, b, x: gemm(a, b, epilogue=function, operands=(x,), **how))(
@@ -328,7 +323,7 @@ def test_log_sum_exp_in_one_pass(
     a[5] = 0
     a[7] = np.nan
     b = rng.standard_normal((n, k))
-    labels = jnp.asarray(rng.integers(-9, n + 9, m), jnp.int32)
+    labels = jnp.asarray(rng.integers(-9, n + 9, m).astype(jnp.int32))
     operands = [jnp.asarray(x, BF16) for x in (a, b)]
     with races.recorded() as raced:
         found, kept = jax.jit(
@@ -356,8 +351,8 @@ def test_a_value_that_is_no_sum_is_picked_as_well() -> None:
         tile=(64, 64), consumers=1, late_store=False, stages=2, ctas=2, store_columns=32
     )
     rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.integers(-2, 3, x), BF16) for x in ((64, 64), (104, 64)))
-    labels = jnp.asarray(rng.integers(0, 104, 64), jnp.int32)
+    a, b = (jnp.asarray(rng.integers(-2, 3, x).astype(BF16)) for x in ((64, 64), (104, 64)))
+    labels = jnp.asarray(rng.integers(0, 104, 64).astype(jnp.int32))
 
     def f(s: Any, label: Any) -> Any:
         hit = lax.broadcasted_iota(jnp.int32, s.shape, 1) == label[:, None]
@@ -378,7 +373,7 @@ def test_strips_beyond_the_last_column_are_left_out_of_tall_results_too(late_sto
         tile=(64, 64), consumers=1, late_store=late_store, stages=2, ctas=2, store_columns=32
     )
     rng = np.random.default_rng(0)
-    a, b = (jnp.asarray(rng.integers(-2, 3, shape), BF16) for shape in ((m, k), (n, k)))
+    a, b = (jnp.asarray(rng.integers(-2, 3, shape).astype(BF16)) for shape in ((m, k), (n, k)))
 
     def f(s: Any) -> Any:
         return s.astype(BF16), jnp.sum(s, -1), jnp.max(s, -1)
@@ -580,7 +575,7 @@ def test_a_function_of_both_sums_of_a_gated_product(
     rng = np.random.default_rng(0)
     shapes = ((m, k), (k, n), (k, n), (m, n))
     a, gate, up, residual = (
-        jnp.asarray(rng.integers(-3, 4, (*batch, *shape)), BF16) for shape in shapes
+        jnp.asarray(rng.integers(-3, 4, (*batch, *shape)).astype(BF16)) for shape in shapes
     )
     with races.recorded() as raced:
         found = jax.jit(

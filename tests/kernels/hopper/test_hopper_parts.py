@@ -26,7 +26,7 @@ WAYS = {
 
 def computed(**fields: Any) -> np.ndarray:
     rng = np.random.default_rng(1)
-    a, b = (jnp.asarray(rng.normal(size=(n, K)), jnp.bfloat16) for n in (ROWS, COLUMNS))
+    a, b = (jnp.asarray(rng.normal(size=(n, K)).astype(jnp.bfloat16)) for n in (ROWS, COLUMNS))
     config = HopperConfig(**EARLY, **fields)
     kind = jnp.float32
     named = {"implementation": "interpret", "config": config, "preferred_element_type": kind}
@@ -60,7 +60,7 @@ SHARED: dict[str, dict[str, Any]] = {
 
 def promised(**fields: Any) -> np.ndarray:
     rng = np.random.default_rng(1)
-    a, b = (jnp.asarray(rng.normal(size=(n, PROMISED)), jnp.bfloat16) for n in (130, 96))
+    a, b = (jnp.asarray(rng.normal(size=(n, PROMISED)).astype(jnp.bfloat16)) for n in (130, 96))
     usual = {"tile": (128, 48), "schedule": "online_swizzle:8", **EARLY}
     config = HopperConfig(**usual | fields)
     named = {"implementation": "interpret", "preferred_element_type": jnp.float32}

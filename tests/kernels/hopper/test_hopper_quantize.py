@@ -76,7 +76,7 @@ def test_blocks_are_what_numpy_computes(own: Quantization, rng: np.random.Genera
 
 def test_a_ring_of_one_slot_and_several_store_slots_are_as_good(rng: np.random.Generator) -> None:
     """One CTA takes all tiles, in slots that are used again."""
-    x = jnp.asarray(rng.standard_normal(SHAPE), jnp.float16)
+    x = jnp.asarray(rng.standard_normal(SHAPE).astype(jnp.float16))
     for stages, stores in ((1, 1), (1, 2), (3, 1)):
         options = {"stages": stages, "stores": stores, "band": 1, "ctas": 1}
         found = simulated(how(), x, **options)

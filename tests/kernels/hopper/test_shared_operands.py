@@ -1,6 +1,5 @@
 """Operands that products of a batch share: masks of an example, biases of a head."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -18,17 +17,12 @@ from pallas_gemm.program import ALL, FIRST, LAST
 from tests import races
 from tests.reference import normal
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 M, N, K = 128, 64, 64
 EXAMPLES, HEADS, GROUP = 2, 3, 2
 CONFIG = HopperConfig(tile=(64, 64), stages=2, store_columns=32, consumers=1, late_store=False)
 BF16, F32 = jnp.bfloat16, jnp.float32
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 LEADS = {

@@ -1,6 +1,5 @@
 """Functions as epilogues on meshes: each device runs the program on its own part."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -15,14 +14,10 @@ from pallas_gemm import gated_gemm, gemm
 F32, BF16 = jnp.float32, jnp.bfloat16
 M, N, K = 24, 40, 32
 
-pytestmark = pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices")
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
+pytestmark = [
+    pytest.mark.skipif(jax.device_count() < 8, reason="needs eight devices"),
+    pytest.mark.usefixtures("as_users_write"),
+]
 
 
 def _all(s: Any, bias: Any, residual: Any, scale: Any) -> Any:
@@ -67,7 +62,7 @@ SHAPES = ((M, K), (K, N), (N,), (M, N), (M,))
 
 def _drawn(*shapes: tuple[int, ...]) -> list[jax.Array]:
     rng = np.random.default_rng(0)
-    return [jnp.asarray(rng.standard_normal(shape), F32) for shape in shapes]
+    return [jnp.asarray(rng.standard_normal(shape).astype(F32)) for shape in shapes]
 
 
 def _mesh(kind: Any) -> Any:
@@ -76,7 +71,7 @@ def _mesh(kind: Any) -> Any:
 
 def _put(mesh: Any, operands: Any, specs: Any) -> list[jax.Array]:
     return [
-        jax.device_put(x, NamedSharding(mesh, spec))
+        jax.device_put(np.asarray(x), NamedSharding(mesh, spec))
         for x, spec in zip(operands, specs, strict=True)
     ]
 

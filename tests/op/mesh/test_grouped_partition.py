@@ -63,7 +63,8 @@ def test_every_device_computes_its_part(case, mesh):
     a, b, g = _integers(M, K, seed=0), _integers(GROUPS, K, N, seed=1), _integers(M, N, seed=2)
     bias, scale = _integers(GROUPS, N, seed=3), _integers(M, seed=4)
     step = jax.jit(_step, out_shardings=(out, out, lhs, rhs))
-    found = step(jax.device_put(a, lhs), jax.device_put(b, rhs), g, bias, scale, BAD)
+    own = (jax.device_put(np.asarray(x), split) for x, split in ((a, lhs), (b, rhs)))
+    found = step(*own, g, bias, scale, BAD)
     for own, expected in zip(
         found, _expected(*map(np.asarray, (a, b, g, bias, scale))), strict=True
     ):

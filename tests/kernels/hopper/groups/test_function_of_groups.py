@@ -1,6 +1,6 @@
 """Functions of rows in groups in the simulated Hopper kernel: exact numbers, no races or spills."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,15 +13,10 @@ from pallas_gemm import HopperConfig, explain, grouped_gemm, target
 from pallas_gemm.planning import implementation
 from tests import covering, races, summaries
 
+pytestmark = pytest.mark.usefixtures("as_users_write")
+
 BF16, F32 = jnp.bfloat16, jnp.float32
 K, N, GROUPS = 96, 128, 4
-
-
-@pytest.fixture(autouse=True)
-def _as_users_write() -> Iterator[None]:
-    """Functions broadcast and promote as they do by default."""
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def _kept(s: Any, bias: Any) -> Any:
@@ -141,7 +136,7 @@ def test_exact(case: covering.Case, monkeypatch: pytest.MonkeyPatch) -> None:
     rng = np.random.default_rng(0)
 
     def ints(*shape: int, dtype: Any = BF16) -> Any:
-        return jnp.asarray(rng.integers(-3, 4, shape), dtype)
+        return jnp.asarray(rng.integers(-3, 4, shape).astype(dtype))
 
     of = {"mn": (m, N), "m1": (m, 1), "n": (N,), "gn": (GROUPS, N), "g1": (GROUPS, 1)}
     a = ints(m, K)

@@ -47,11 +47,11 @@ def _run(plan: HopperPlan, sizes: Any, *, poisoned: Any = ()) -> tuple[np.ndarra
         is_number[start:end] = group not in poisoned
 
     def drawn(rows: int, dtype: Any) -> Any:
-        values = jnp.asarray(rng.integers(-3, 4, (rows, k)), dtype)
-        return jnp.where(is_number, values, jnp.asarray(jnp.nan, dtype))
+        values = np.where(is_number, rng.integers(-3, 4, (rows, k)), np.nan)
+        return jnp.asarray(values.astype(dtype))
 
     def scales(*shape: int) -> Any:
-        return jnp.asarray(2.0 ** rng.integers(-2, 3, shape), jnp.float32)
+        return jnp.asarray(np.float32(2.0 ** rng.integers(-2, 3, shape)))
 
     a, b = drawn(m, problem.a_dtype), drawn(n, problem.b_dtype)
     row, col = scales(-(-m // r), k // g), scales(k // g, -(-n // c))
@@ -60,8 +60,8 @@ def _run(plan: HopperPlan, sizes: Any, *, poisoned: Any = ()) -> tuple[np.ndarra
         jax.block_until_ready(found)
         assert not raced()
     left, right = (np.asarray(x, np.float64) for x in (a, b))
-    left = left * np.repeat(np.repeat(row, r, 0)[:m], g, 1)
-    right = right * np.repeat(np.repeat(col, c, 1)[:, :n], g, 0).T
+    left = left * np.repeat(np.repeat(np.asarray(row), r, 0)[:m], g, 1)
+    right = right * np.repeat(np.repeat(np.asarray(col), c, 1)[:, :n], g, 0).T
     expected = [left[:, s:e] @ right[:, s:e].T for s, e in spans]
     return np.asarray(found, np.float64), np.stack(expected)
 

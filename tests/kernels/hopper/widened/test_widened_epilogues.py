@@ -26,7 +26,7 @@ def gated(asked: Problem, config: Any, *sizes: int) -> None:
     up = gate[..., ::-1] if asked.transpose_b else up
     scales += [x[..., ::-1, :] for x in scales]
     rng = np.random.default_rng(1)
-    residual = jnp.asarray(rng.integers(-9, 9, (asked.m, asked.n)), asked.added_dtype)
+    residual = jnp.asarray(rng.integers(-9, 9, (asked.m, asked.n)).astype(asked.added_dtype))
     given = [jnp.array(sizes)] if sizes else []
     found = run(asked, config, a, gate, up, *given, *scales, residual, jnp.float32(2))
     x = np.asarray(a, np.float64)
@@ -88,8 +88,8 @@ def test_a_function_has_several_results_and_operands(batch: int) -> None:
         return z.astype(jnp.bfloat16), z * y.astype(jnp.float32)
 
     shape = (m, n) if batch == 1 else (batch, m, n)
-    x, y = (jnp.asarray(rng.integers(-9, 9, shape), t) for t in (jnp.bfloat16, jnp.float16))
-    bias = jnp.asarray(rng.integers(-9, 9, n), jnp.float32)
+    x, y = (jnp.asarray(rng.integers(-9, 9, shape).astype(t)) for t in (jnp.bfloat16, jnp.float16))
+    bias = jnp.asarray(rng.integers(-9, 9, n).astype(jnp.float32))
     own = (x, y) if batch == 1 else (x[0], y[0])
     epilogue = of_function(f, *own, bias, m=m, n=n)
     asked = problem(
@@ -143,18 +143,17 @@ def test_gate_and_up_have_scales_and_zero_points_of_two_types() -> None:
 def check_zeros(asked: Problem, config: Any, kind: Any, *sizes: int, of_up: Any = None) -> None:
     """Simulates a product of weights with zero points: all of it is rounded as theirs are."""
     rng, group = np.random.default_rng(2), asked.blocks.k if asked.blocks else asked.k
-    a = jnp.asarray(rng.integers(-1, 2, asked.a_shape), asked.a_dtype)
+    a = jnp.asarray(rng.integers(-1, 2, asked.a_shape).astype(asked.a_dtype))
     lead = asked.b_shape[:-2]
     shape = (*lead, asked.k // group, asked.n)
     arrays: Any = []
     types = [(kind, jnp.bfloat16), (of_up or kind, of_up or jnp.bfloat16)]
     for own, of_scale in types[: asked.sums]:
         b, zero = (weights(x, t, rng) for x, t in ((asked.b_shape, asked.b_dtype), (shape, own)))
-        scale = jnp.asarray(2.0 ** rng.integers(-1, 2, shape), of_scale)
-        wide = b.astype(jnp.float32)
+        scale = jnp.asarray((2.0 ** rng.integers(-1, 2, shape)).astype(of_scale))
+        wide = np.float32(b)
         wide = wide.swapaxes(-1, -2) if asked.transpose_b else wide
-        each = (jnp.repeat(x.astype(jnp.float32), group, -2) for x in (zero, scale))
-        less, by = each
+        less, by = (np.repeat(np.float32(x), group, -2) for x in (zero, scale))
         stands = ((wide - less) * by).astype(asked.a_dtype)
         arrays.append((b, scale, zero, np.asarray(stands, np.float64)))
     rights, scales, zeros, stands = zip(*arrays, strict=True)

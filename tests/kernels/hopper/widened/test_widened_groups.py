@@ -19,15 +19,15 @@ from tests.kernels.hopper.widened.test_widened_simulated import SIMULATOR, Confi
 def operands(asked: Problem, *, groups: int = 1) -> tuple[Any, Any, list[Any], np.ndarray]:
     """Operands of which sums are exact: rows, weights, their scales, and what both come to."""
     rng = np.random.default_rng(0)
-    a = jnp.asarray(rng.integers(-3, 4, asked.a_shape), asked.a_dtype)
+    a = jnp.asarray(rng.integers(-3, 4, asked.a_shape).astype(asked.a_dtype))
     b = weights(asked.b_shape, asked.b_dtype, rng)
-    wide = np.asarray(b.astype(jnp.float32), np.float64)
+    wide = np.asarray(b).astype(np.float64)
     wide = wide.swapaxes(-1, -2) if asked.transpose_b else wide
     if not asked.blocks:
         return a, b, [], wide
     shape = (*wide.shape[:-2], asked.k // asked.blocks.k, asked.n)
     scale = 2.0 ** rng.integers(-1, 2, shape)
-    return a, b, [jnp.asarray(scale, jnp.bfloat16)], wide * scale.repeat(asked.blocks.k, -2)
+    return a, b, [jnp.asarray(scale.astype(jnp.bfloat16))], wide * scale.repeat(asked.blocks.k, -2)
 
 
 def run(asked: Problem, config: Any, *given: Any) -> Any:

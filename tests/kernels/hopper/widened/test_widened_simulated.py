@@ -33,8 +33,10 @@ def weights(shape: tuple[int, ...], kind: Any, rng: np.random.Generator) -> jax.
         return tf32.rounded(jnp.asarray(rng.standard_normal(shape), kind))
     if jnp.issubdtype(kind, jnp.integer):
         limits = jnp.iinfo(kind)
-        return jnp.asarray(rng.integers(int(limits.min), int(limits.max) + 1, shape)).astype(kind)
-    return jnp.asarray(rng.standard_normal(shape) * 2, jnp.float32).astype(kind)
+        drawn = rng.integers(int(limits.min), int(limits.max) + 1, shape)
+    else:
+        drawn = np.float32(rng.standard_normal(shape) * 2)
+    return jnp.asarray(drawn.astype(kind))
 
 
 def check(
@@ -46,15 +48,15 @@ def check(
 ) -> None:
     """Simulates a kernel; what it makes is what weights that were widened before would."""
     rng = np.random.default_rng(0)
-    a = jnp.asarray(rng.integers(-3, 4, asked.a_shape), asked.a_dtype)
+    a = jnp.asarray(rng.integers(-3, 4, asked.a_shape).astype(asked.a_dtype))
     b = weights(asked.b_shape, asked.b_dtype, rng)
-    whole = b.astype(jnp.float32)
+    whole = np.float32(b)
     whole = whole.T if asked.transpose_b else whole
     given = []
     if asked.blocks:
         groups = asked.k // asked.blocks.k
-        given.append(jnp.asarray(rng.uniform(0.5, 2, (groups, asked.n)), scales))
-        whole = whole * jnp.repeat(given[0].astype(jnp.float32), asked.blocks.k, 0)
+        given.append(jnp.asarray(rng.uniform(0.5, 2, (groups, asked.n)).astype(scales)))
+        whole = whole * np.repeat(np.float32(given[0]), asked.blocks.k, 0)
     run = kernel.build(plan(asked, config, H200, interpret=SIMULATOR))
     with races.recorded() as raced:
         found = np.asarray(jax.jit(run)(a, b, *given, *extras.values()), np.float64)
@@ -140,5 +142,5 @@ def test_what_follows_is_applied_to_the_sums() -> None:
     epilogue = Epilogue(bias=True, col_scale=True)
     asked = problem(jnp.int8, 12, 192, 256, epilogue=epilogue)
     rng = np.random.default_rng(1)
-    bias, scale = (jnp.asarray(rng.uniform(0.5, 2, 192), jnp.float32) for _ in range(2))
+    bias, scale = (jnp.asarray(rng.uniform(0.5, 2, 192).astype(jnp.float32)) for _ in range(2))
     check(asked, Config(step=64), bias=bias, col_scale=scale)
