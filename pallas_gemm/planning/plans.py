@@ -176,9 +176,9 @@ def _realigned(
 ) -> Realigned | Reasons:
     """Returns what a kernel computes of a call, and what is done around it, or why it cannot."""
     (_, a_dtype), (_, b_dtype), *_ = signature
-    scheme = schemes.of_call(call, signature)
-    if scheme is None and architecture is known_kernels.WIDENED:
-        scheme = schemes.beside_16_bits(call, (a_dtype, b_dtype))
+    is_widened = architecture is known_kernels.WIDENED
+    widened = schemes.beside_16_bits(call, (a_dtype, b_dtype)) if is_widened else None
+    scheme = widened or schemes.of_call(call, signature)
     if scheme is None:
         why = precision.kernel_refusal(call.precision, (a_dtype, b_dtype))
         if why:
