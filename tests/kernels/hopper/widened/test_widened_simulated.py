@@ -134,8 +134,9 @@ def test_float32_is_rounded_where_the_simulator_does_not() -> None:
     asked = problem(jnp.float32, 8, 64, 64, **SINGLE)
     config = Config(tile=(64, 16), step=32, along_k=1)
     run = kernel.build(WidenedPlan(asked, config, H200, interpret=SIMULATOR))
-    a, b = (jnp.full(shape, x, jnp.float32) for shape in (asked.a_shape, asked.b_shape))
-    np.testing.assert_array_equal(jax.jit(run)(a, b), 64 * (1 + 2.0**-10) ** 2)
+    for left, right in ((x, 1), (1, x)):
+        a, b = np.full(asked.a_shape, left, "f"), np.full(asked.b_shape, right, "f")
+        np.testing.assert_array_equal(jax.jit(run)(a, b), 64 * (1 + 2.0**-10))
 
 
 def test_what_follows_is_applied_to_the_sums() -> None:
