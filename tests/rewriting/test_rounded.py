@@ -139,3 +139,20 @@ def test_what_is_too_much_to_look_at_may_read_both(
 
     _, total = _ours(f, *_odd())
     assert_same(total, jnp.full((128,), 64 * summand, jnp.float32))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sum_of_8_bits_is_rounded_and_goes_on_in_them(exact: bool) -> None:
+    # Each sum is 257, which float8_e4m3fn rounds to 256.
+    dtype = jnp.float8_e4m3fn
+    x, w = (own.astype(dtype) for own in _odd())
+
+    def f(x: Any, w: Any) -> Any:
+        z = jax.lax.dot(x, w)
+        return z.astype(jnp.float32) + 1, jnp.maximum(z, dtype(0)) * dtype(0.5)
+
+    program, found = rewritten(f, x, w, exact=exact, implementation="interpret")
+    assert "max" in found[0].folded
+    wide, half = jax.jit(core.jaxpr_as_fun(program))(x, w)
+    assert_same(wide, jnp.full((64, 128), 257, jnp.float32))
+    assert_same(half, jnp.full((64, 128), 128, dtype))
