@@ -72,7 +72,8 @@ def _candidates(level: Level, folder: Folder, fold: Fold, equation: Any) -> Iter
     while queue and len(made) < MOST_STEPS:
         for reader in level.readers(queue.pop(0)):
             is_own = all(x in known or x in made for x in variables(reader))
-            if reader.outvars[0] in made or not is_own:
+            # What the kernel reads from memory anyway is not computed again.
+            if any(x in known or x in made for x in reader.outvars) or not is_own:
                 continue
             if is_elementwise(reader, shape, folder.elementwise):
                 made |= dict.fromkeys(reader.outvars, reader)

@@ -89,6 +89,21 @@ def test_exact_computes_nothing_again() -> None:
     assert 3 not in _results(program)
 
 
+@pytest.mark.parametrize("again", [lambda x: x * x, lambda x: jnp.sin(jnp.cos(x))])
+def test_what_the_kernel_reads_anyway_is_not_computed_again(again: Any) -> None:
+    def f(x: Any, w: Any, v: Any) -> Any:
+        hidden = again(x)
+        y = hidden @ v
+        for _ in range(2):
+            y = jnp.sin(y @ w) @ v
+        return jnp.tanh(y @ w) * hidden + x
+
+    args = (SHAPE((8192, 4096), BF16), SHAPE((1024, 4096), BF16), SHAPE((4096, 1024), BF16))
+    program, found = rewritten(f, *args)
+    assert {"tanh", "mul", "add"} <= set(found[-1].folded)
+    assert _results(program) == [1, 1, 1]
+
+
 def _only_of_the_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the folds that read gate and up, whatever they are predicted to save."""
     monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)
