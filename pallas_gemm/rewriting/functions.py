@@ -2,6 +2,7 @@
 
 Where sums are rounded to 16 bits in the program, and so is each step after them, a kernel goes on
 in float32: it rounds what it stores. With `exact`, it rounds after each step as the program says.
+A value of 8 bits is rounded in any case.
 """
 
 import collections
@@ -158,8 +159,9 @@ def _wide(
         rounded: The values that are anyway: what they are reduced to meets what is stored.
     """
     taken, made = (avals_of(x) for x in (program.invars, program.outvars))
+    dtype = taken[0].dtype
     totals = [
-        _rounded(x, taken[0].dtype) if exact or own in rounded else x
+        _rounded(x, dtype) if exact or own in rounded else _kept(x, dtype)
         for own, x in zip(program.invars, args[:sums], strict=False)
     ]
     values = _run(program, [*totals, *args[sums:]], exact=exact, rounded=rounded)
@@ -207,8 +209,13 @@ def _bound(equation: Any, inputs: list[Any], *, wide: bool) -> list[Any]:
 
 
 def _rounded(value: Any, dtype: Any) -> Any:
-    """Rounds a float32 value to 16 bits, and keeps it in float32."""
-    return value.astype(dtype).astype(np.float32) if _is_short(dtype) else value
+    """Rounds a float32 value to its type in the program; one of 16 bits stays in float32."""
+    return value.astype(dtype).astype(np.float32) if _is_short(dtype) else _kept(value, dtype)
+
+
+def _kept(value: Any, dtype: Any) -> Any:
+    """Returns a value in its type in the program; one of 16 bits stays in float32 as it is."""
+    return value if _is_short(dtype) or value.dtype == dtype else value.astype(dtype)
 
 
 def _is_short(dtype: Any) -> bool:

@@ -72,7 +72,8 @@ def _candidates(level: Level, folder: Folder, fold: Fold, equation: Any) -> Iter
     while queue and len(made) < MOST_STEPS:
         for reader in level.readers(queue.pop(0)):
             is_own = all(x in known or x in made for x in variables(reader))
-            if reader.outvars[0] in made or not is_own:
+            # What the kernel reads from memory anyway is not computed again.
+            if any(x in known or x in made for x in reader.outvars) or not is_own:
                 continue
             if is_elementwise(reader, shape, folder.elementwise):
                 made |= dict.fromkeys(reader.outvars, reader)
@@ -82,6 +83,9 @@ def _candidates(level: Level, folder: Folder, fold: Fold, equation: Any) -> Iter
             continue
         readers = level.readers(value)
         stored = [e for e in readers if is_stored_by(e)]
+        if any(e is equation for e in readers):
+            # It is a factor of the product.
+            continue
         if len(stored) < 2 or level.depth_before(equation) - level.depth(value) < LONG:
             continue
         before = _before(level, equation, readers)
@@ -135,7 +139,10 @@ def _apply(level: Level, fold: Fold, again: _Again) -> None:
     old = level.maker(fold.region.results[0])
     value = core.Var(again.value.aval)
     params = old.params | {"call": fold.call, "function": fold.function}
-    level.rename(old, old.replace(outvars=[*old.outvars, value], params=params))
+    pairs = [(old, old.replace(outvars=[*old.outvars, value], params=params))]
     for reader in again.late:
         inputs = [value if x is again.value else x for x in reader.invars]
-        level.rename(reader, reader.replace(invars=inputs))
+        pairs.append((reader, reader.replace(invars=inputs)))
+    for equation, new in pairs:
+        level.rename(equation, new)
+        level.depends_anew(new)

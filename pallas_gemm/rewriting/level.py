@@ -1,6 +1,8 @@
 """One function of a traced program: its equations, who makes each value, and who reads it."""
 
+import functools
 import heapq
+import operator
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -184,6 +186,18 @@ class Level:
         for other, bits in self._above.items():
             if bits & bit:
                 self._above[other] = bits | more
+
+    def depends_anew(self, equation: Any) -> None:
+        """Notes what results of an equation, and all that follows, depend on as it reads now."""
+        queue = [equation]
+        while queue:
+            own = queue.pop()
+            above = functools.reduce(operator.or_, map(self.above, variables(own)), 0)
+            for x in own.outvars:
+                found = above | self.above(x) | self.bit(own.outvars[0])
+                if found != self.above(x):
+                    self._above[x] = found
+                    queue += self.readers(x)
 
     def bit(self, x: Any) -> int:
         """Returns the bit of the product that makes a value; 0 if none does."""

@@ -6,8 +6,14 @@
 
 So a value that is stored in 16 bits is rounded first if something reads both it and what it is
 reduced to. If nothing does, as with the gradient of a bias, the sum is of float32 values.
+
+    g @ x - sum(g) * x    the gradient of distances: about 0 where g is large for one element
+
+The kernel makes one part of such a sum of the value, and the other part is computed of it again.
+One of them is multiplied by a matrix. Then the value is rounded first, too.
 """
 
+import itertools
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -27,6 +33,8 @@ NEAR, MOST = 32, 512
 """Operations that are looked at after one value: at first, and at most. More may read anything."""
 PRODUCTS = kinds.DOTS | {product_p.name, "conv_general_dilated"}
 """Each element of their results is a sum, and the rounding of one summand counts for little."""
+ADDING = frozenset(("add", "add_any", "sub"))
+"""Operations that may leave the difference of roundings."""
 EACH = "optimization_barrier"
 """An operation that returns what it is given."""
 
@@ -40,11 +48,17 @@ def rounded_of(level: Level, region: Region) -> frozenset[Any]:
     """
     stored = list(filter(_is_short, region.results))
     reductions = [e for e in region.inside if e.primitive.name in REDUCTIONS]
-    if not stored or not reductions:
+    if not stored or len(region.results) < 2:
         return frozenset()
     parts = _parts(region)
     reduced = {x for e in reductions for x in e.outvars}
     found: set[Any] = set()
+    pairs = [(x, y) for y in region.results for x in stored if x is not y and x in parts.get(y, ())]
+    again = _again(level, region) if pairs else []
+    for x, y in pairs:
+        of_x = [value for value in again if x in parts.get(value, ())]
+        if of_x and x not in found and _meets_product(level, y, region, of_x):
+            found.add(x)
     for equation in reductions:
         above = _of_all(parts, variables(equation))
         if equation.primitive.name in OF_ORDER:
@@ -54,6 +68,13 @@ def rounded_of(level: Level, region: Region) -> frozenset[Any]:
             if not both <= found and _meet(level, equation.outvars[0], x, reduced):
                 found |= both
     return frozenset(found)
+
+
+def _again(level: Level, region: Region) -> list[Any]:
+    """Returns the values of a kernel that are not stored, and that others compute again."""
+    own, results = set(map(id, region.inside)), set(region.results)
+    made = (x for e in region.inside for x in e.outvars if x not in results)
+    return [x for x in made if any(id(e) not in own for e in level.readers(x))]
 
 
 def _is_short(x: Any) -> bool:
@@ -97,6 +118,53 @@ def _meet(level: Level, total: Any, x: Any, reduced: Collection[Any]) -> bool:
         if total_ends and x_ends:
             return False
     return True
+
+
+def _meets_product(level: Level, y: Any, region: Region, again: Collection[Any]) -> bool:
+    """Whether what follows from a result is added to what others compute again of another one.
+
+    One of them is multiplied by a matrix before.
+
+    Args:
+        level: The function.
+        y: A result.
+        region: The operations.
+        again: The values that are computed again.
+    """
+    each = [_after(level, x, region.results, MOST) for x in again]
+    of_x = set().union(*(found for found, _ in each))
+    if not all(ends for _, ends in each):
+        return True
+    of_y, _ = _after(level, y, (), MOST)
+    return _adds_product(level, of_x, of_y) or _adds_product(level, of_y, of_x)
+
+
+def _adds_product(level: Level, some: AbstractSet[Any], others: AbstractSet[Any]) -> bool:
+    """Whether one of some arrays is added to what follows from a product of others."""
+    for own in some:
+        for reader in level.readers(own):
+            if reader.primitive.name in ADDING and reader.outvars[0].aval.shape:
+                added = [x for x in variables(reader) if x is not own]
+                if any(_follows_from_product(level, x, others) for x in added):
+                    return True
+    return False
+
+
+def _follows_from_product(level: Level, x: Any, factors: AbstractSet[Any]) -> bool:
+    """Whether a value follows from a product of one of these factors, as far as it is near."""
+    seen, queue = {x}, [x]
+    for own in itertools.islice(queue, NEAR):
+        maker = level.maker(own)
+        if maker is None:
+            continue
+        read = variables(maker)
+        if maker.primitive.name in PRODUCTS and not factors.isdisjoint(read):
+            return True
+        if not is_stored_by(maker):
+            more = [y for y in dict.fromkeys(read) if y not in seen]
+            seen.update(more)
+            queue += more
+    return False
 
 
 def _are_read_together(level: Level, some: AbstractSet[Any], others: AbstractSet[Any]) -> bool:

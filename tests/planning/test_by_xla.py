@@ -439,8 +439,9 @@ def test_a_program_runs_on_whole_arrays(kind: str, reduction: str, batch: str) -
     np.testing.assert_allclose(wide(found), np.stack(expected), rtol=1e-6)
 
 
-def test_a_program_reads_words_that_are_not_zero_as_true() -> None:
-    chosen = jnp.asarray([[2, 0, 1]], jnp.int8)
+@pytest.mark.parametrize("dtype", [jnp.int8, jnp.bfloat16, jnp.bool_])
+def test_a_program_reads_words_that_are_not_zero_as_true(dtype: Any) -> None:
+    chosen = jnp.asarray([[2, 0, 1]], jnp.int8).astype(dtype)
     operand = Operand("mn", np.dtype(np.bool_))
     step = Step(lax.select_n_p, (), (1, Constant(0.0, F32), 0))
     program = Program(1, F32, (operand,), (step,), (Result(2, F32),))

@@ -83,6 +83,54 @@ def test_exact_computes_nothing_again() -> None:
     assert 3 not in _results(program)
 
 
+@pytest.mark.parametrize("again", [lambda x: x * x, lambda x: jnp.sin(jnp.cos(x))])
+def test_what_the_kernel_reads_anyway_is_not_computed_again(again: Any) -> None:
+    def f(x: Any, w: Any, v: Any) -> Any:
+        hidden = again(x)
+        y = hidden @ v
+        for _ in range(2):
+            y = jnp.sin(y @ w) @ v
+        return jnp.tanh(y @ w) * hidden + x
+
+    args = (SHAPE((8192, 4096), BF16), SHAPE((1024, 4096), BF16), SHAPE((4096, 1024), BF16))
+    program, found = rewritten(f, *args)
+    assert {"tanh", "mul", "add"} <= set(found[-1].folded)
+    assert _results(program) == [1, 1, 1]
+
+
+def test_a_factor_of_the_product_is_not_computed_again() -> None:
+    def f(x: Any, w: Any, v: Any) -> Any:
+        hidden = jnp.sin(x)
+        y = hidden @ v
+        for _ in range(2):
+            y = jnp.sin(y @ w) @ v
+        # The product depends on the others.
+        return jnp.tanh(hidden @ (y.T @ x)) * x
+
+    args = (SHAPE((4096, 4096), BF16), SHAPE((4096, 4096), BF16), SHAPE((4096, 4096), BF16))
+    program, found = rewritten(f, *args)
+    assert {"tanh", "mul"} <= set(found[-1].folded)
+    assert set(_results(program)) == {1}
+
+
+def test_two_kernels_do_not_wait_for_what_each_other_stores() -> None:
+    # The second product waits for the first kernel, and that for the first product.
+    def f(x: Any, w: Any, v: Any, u: Any) -> Any:
+        hidden = jnp.sin(x)
+        square = (hidden @ v).T @ (hidden @ v)
+
+        def last(y: Any) -> Any:
+            for _ in range(2):
+                y = jnp.sin(y @ square @ w) @ v
+            return jnp.tanh(y @ w) * x
+
+        return last(hidden @ (v + u)), last(hidden @ (v - u))
+
+    args = (SHAPE((8192, 4096), BF16), SHAPE((1024, 4096), BF16), *[SHAPE((4096, 1024), BF16)] * 2)
+    program, _ = rewritten(f, *args)
+    assert _results(program) == [1, 1, 1, 1, 1, 2]
+
+
 def _only_of_the_derivative(monkeypatch: pytest.MonkeyPatch) -> None:
     """Takes the folds that read gate and up, whatever they are predicted to save."""
     monkeypatch.setattr(folds, "LEAST_SAVED", -9.0)

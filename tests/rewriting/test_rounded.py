@@ -7,9 +7,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 from jax.extend import core
 
-from pallas_gemm.rewriting import folds, rounded
+from pallas_gemm.rewriting import folds, inside, rounded
 from tests.reference import normal
 from tests.rewriting.test_folds import BF16, rewritten
 from tests.rewriting.test_walk import assert_same
@@ -106,6 +107,29 @@ def test_a_common_part_of_what_is_stored_and_added_up_is_rounded() -> None:
     assert_same(total, -jnp.sum(stored.astype(jnp.float32), -1))
 
 
+@pytest.mark.parametrize("where", ["all but sums", "sums"])
+def test_weights_of_distances_are_those_that_are_added_up(
+    where: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A weight is 64 where the distance is 0, which the rounding of the product hides.
+    if where != "sums":
+        monkeypatch.setattr(inside, "REDUCTIONS", {})
+
+    def f(x: Any, y: Any) -> Any:
+        squares = jnp.sum(jnp.square(x.astype(jnp.float32)), -1)
+        products = (x @ y.T).astype(jnp.float32)
+        distances = squares[:, None] + squares[None, :] + 2 * products
+        weights = 1 / (jnp.maximum(distances, 0) + 1 / 64)
+        # No kernel reduces the precision.
+        factor = lax.reduce_precision(weights, 8, 7) if where == "sums" else weights
+        moved = (factor.astype(BF16) @ x).astype(jnp.float32)
+        return moved - jnp.sum(weights, -1, keepdims=True) * x.astype(jnp.float32)
+
+    x = normal(np.random.default_rng(0), (64, 64), BF16)
+    (ours,) = _ours(f, x, -x, folded="reduce_sum" if where == "sums" else "div")
+    assert jnp.max(jnp.abs(ours)) < 2
+
+
 @pytest.mark.parametrize("near", [1, 6, rounded.MOST])
 def test_it_is_rounded_however_far_what_reads_both_is(
     near: int, monkeypatch: pytest.MonkeyPatch
@@ -139,3 +163,20 @@ def test_what_is_too_much_to_look_at_may_read_both(
 
     _, total = _ours(f, *_odd())
     assert_same(total, jnp.full((128,), 64 * summand, jnp.float32))
+
+
+@pytest.mark.parametrize("exact", [False, True])
+def test_a_sum_of_8_bits_is_rounded_and_goes_on_in_them(exact: bool) -> None:
+    # Each sum is 257, which float8_e4m3fn rounds to 256.
+    dtype = jnp.float8_e4m3fn
+    x, w = (own.astype(dtype) for own in _odd())
+
+    def f(x: Any, w: Any) -> Any:
+        z = lax.dot(x, w)
+        return z.astype(jnp.float32) + 1, jnp.maximum(z, dtype(0)) * dtype(0.5)
+
+    program, found = rewritten(f, x, w, exact=exact, implementation="interpret")
+    assert "max" in found[0].folded
+    wide, half = jax.jit(core.jaxpr_as_fun(program))(x, w)
+    assert_same(wide, jnp.full((64, 128), 257, jnp.float32))
+    assert_same(half, jnp.full((64, 128), 128, dtype))

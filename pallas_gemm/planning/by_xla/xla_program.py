@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 
 from pallas_gemm.kernels.functions.axes import Names
@@ -29,9 +28,8 @@ def run(
     shape = sums[0].shape
     made = [x.astype(program.sum_dtype) for x in sums]
     for (x, letters), operand in zip(operands, program.operands, strict=True):
-        own = x != 0 if operand.dtype == np.bool_ else x.astype(operand.dtype)
         places = tuple(names.out.index(letter) for letter in letters)
-        made.append(lax.broadcast_in_dim(own, shape, places))
+        made.append(lax.broadcast_in_dim(x.astype(operand.dtype), shape, places))
     for step in program.steps:
         inputs = [
             jnp.full(shape, x.value, x.dtype) if isinstance(x, Constant) else made[x]
