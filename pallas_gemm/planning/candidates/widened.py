@@ -303,7 +303,9 @@ def _deepest(
     kind = _kind(problem)
     chunk = next((width for width in kind.chunks if width <= tile[1]), kind.chunks[-1])
     own = math.ceil(_tiles_of_cta(problem, tile, ctas, device) * -(-problem.k // step))
-    most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, own))
+    slot = step * (tile[0] * bits(problem.b_dtype) // 8 + tile[1] * problem.a_dtype.itemsize)
+    fit = device.shared_memory // slot
+    most = min(MOST_STAGES, MAX_BARRIERS, max(2 * along_k, own), fit)
     whole = problem.groups or _tiles(problem, tile) <= device.coresident_clusters(ctas)
     # For weights stored [n, k], clusters with several tiles of groups spill 32 to 56 bytes.
     persistent = not whole if ctas > 1 or kind.persistent else problem.groups
