@@ -13,7 +13,6 @@ The kernel makes one part of such a sum of the value, and the other part is comp
 One of them is multiplied by a matrix. Then the value is rounded first, too.
 """
 
-import itertools
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -111,8 +110,8 @@ def _meet(level: Level, total: Any, x: Any, reduced: Collection[Any]) -> bool:
         reduced: All results of reductions in the kernel: they do not follow from what is stored.
     """
     for most in (NEAR, MOST):
-        of_total, total_ends = _after(level, total, (), most)
-        of_x, x_ends = _after(level, x, reduced, most)
+        of_total, total_ends = _after(level, [total], (), most)
+        of_x, x_ends = _after(level, [x], reduced, most)
         if _are_read_together(level, of_total, of_x):
             return True
         if total_ends and x_ends:
@@ -131,40 +130,27 @@ def _meets_product(level: Level, y: Any, region: Region, again: Collection[Any])
         region: The operations.
         again: The values that are computed again.
     """
-    each = [_after(level, x, region.results, MOST) for x in again]
-    of_x = set().union(*(found for found, _ in each))
-    if not all(ends for _, ends in each):
+    of_x, ends = _after(level, again, region.results, MOST)
+    if not ends:
         return True
-    of_y, _ = _after(level, y, (), MOST)
+    of_y, _ = _after(level, [y], (), MOST)
     return _adds_product(level, of_x, of_y) or _adds_product(level, of_y, of_x)
 
 
 def _adds_product(level: Level, some: AbstractSet[Any], others: AbstractSet[Any]) -> bool:
-    """Whether one of some arrays is added to what follows from a product of others."""
-    for own in some:
-        for reader in level.readers(own):
-            if reader.primitive.name in ADDING and reader.outvars[0].aval.shape:
-                added = [x for x in variables(reader) if x is not own]
-                if any(_follows_from_product(level, x, others) for x in added):
-                    return True
-    return False
-
-
-def _follows_from_product(level: Level, x: Any, factors: AbstractSet[Any]) -> bool:
-    """Whether a value follows from a product of one of these factors, as far as it is near."""
-    seen, queue = {x}, [x]
-    for own in itertools.islice(queue, NEAR):
-        maker = level.maker(own)
-        if maker is None:
-            continue
-        read = variables(maker)
-        if maker.primitive.name in PRODUCTS and not factors.isdisjoint(read):
-            return True
-        if not is_stored_by(maker):
-            more = [y for y in dict.fromkeys(read) if y not in seen]
-            seen.update(more)
-            queue += more
-    return False
+    """Whether one of some arrays is added to what follows near a product of others."""
+    behind: set[Any] = set()
+    for factor in others:
+        for reader in level.readers(factor):
+            if reader.primitive.name in PRODUCTS:
+                behind |= _after(level, reader.outvars, (), NEAR)[0]
+    return any(
+        reader.primitive.name in ADDING
+        and reader.outvars[0].aval.shape
+        and any(x in behind for x in variables(reader) if x is not own)
+        for own in (some if behind else ())
+        for reader in level.readers(own)
+    )
 
 
 def _are_read_together(level: Level, some: AbstractSet[Any], others: AbstractSet[Any]) -> bool:
@@ -179,9 +165,12 @@ def _are_read_together(level: Level, some: AbstractSet[Any], others: AbstractSet
     return False
 
 
-def _after(level: Level, x: Any, ends: Collection[Any], most: int) -> tuple[set[Any], bool]:
-    """Returns a value and what follows from it before it is multiplied, and if that is all."""
-    found, queue, count = {x}, [x], 0
+def _after(
+    level: Level, values: Iterable[Any], ends: Collection[Any], most: int
+) -> tuple[set[Any], bool]:
+    """Returns values and what follows from them before it is multiplied, and if that is all."""
+    queue, count = list(values), 0
+    found = set(queue)
     for own in queue:
         for reader in level.readers(own):
             count += 1
