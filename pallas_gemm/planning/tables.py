@@ -304,10 +304,15 @@ _ACTIVE = jax.make_user_context(default_value=_Active())
 
 
 def may_be_tuned(problem: Problem) -> bool:
-    """Whether configs are tuned for a problem: nobody draws operands for the others."""
+    """Whether configs are tuned for a problem: nobody draws operands for the others.
+
+    Nor has the kernel configs to be tuned that takes weights through registers.
+    """
     is_special = problem.in_groups or problem.arrays or problem.scales
     is_narrow = element_types.is_widened(problem.a_dtype, problem.b_dtype)
-    return not is_special and not is_narrow and problem.epilogue.program is None
+    is_turned = problem.b_dtype == element_types.SINGLE and not problem.transpose_b
+    goes_through_registers = is_narrow or is_turned
+    return not is_special and not goes_through_registers and problem.epilogue.program is None
 
 
 def find(problem: Problem, device: Device) -> Found | None:

@@ -184,6 +184,16 @@ def test_the_config_of_what_goes_through_registers_may_be_named(dtype: Any) -> N
     assert named.config == config
 
 
+def test_what_goes_through_registers_is_looked_up_in_no_table() -> None:
+    a, b = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((40, 592), (592, 2880)))
+    with target("h200"), tables.recording() as record:
+        plan = explain(gemm, a, b).plan
+    assert plan is not None
+    assert isinstance(plan.config, WidenedConfig)
+    # The other way to compute it transposes b.
+    assert [problem.layout for problem, _ in record.problems.values()] == ["NT"]
+
+
 def test_what_is_turned_is_the_one_pass_and_could_be_saved() -> None:
     a, b = (jax.ShapeDtypeStruct(x, jnp.float8_e4m3fn) for x in ((512, 1024), (8, 1024, 2048)))
     with target("h200"):
