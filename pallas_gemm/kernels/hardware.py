@@ -12,9 +12,9 @@ MAX_BARRIERS = 32
 """The most barriers that Mosaic allows in one array."""
 WGMMA_ROWS = 64
 """Rows of one WGMMA."""
-WGMMA_DEPTH = 16
-"""Contracted elements of 16 bits of one WGMMA."""
 WGMMA_BYTES = 32
 """Bytes of contracted elements of one WGMMA."""
+WGMMA_DEPTH = WGMMA_BYTES // 2
+"""Contracted elements of 16 bits of one WGMMA."""
 WGMMA_COLUMNS = 8
 """The columns of a WGMMA are a multiple of this."""

@@ -9,6 +9,7 @@ import numpy as np
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels import work
+from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.kernels.functions import words
 from pallas_gemm.problem import Problem
 from schedules import OnlineSchedule, Pieces, Schedule, split_k
@@ -43,6 +44,11 @@ class KernelPlan:
     def simulated(self) -> bool:
         """Whether the kernel runs in the simulator."""
         return bool(self.interpret)
+
+    @property
+    def rounds_loads(self) -> bool:
+        """Whether TMA rounds operands."""
+        return self.problem.a_dtype == SINGLE and not self.simulated
 
     @property
     def shares_words(self) -> bool:

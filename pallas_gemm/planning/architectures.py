@@ -50,6 +50,7 @@ class Architecture:
         needs_proof: Nobody has run it yet: it is taken unasked only where it was proven.
         seconds: Predicts the time of a config; None if `prediction.py` does.
         takes_parts: Its kernel takes parts of larger arrays.
+        tuned: Configs of its kernel are tuned, and looked up in tables.
     """
 
     name: str
@@ -67,6 +68,7 @@ class Architecture:
     needs_proof: bool = False
     seconds: Callable[[Problem, Any, Device], float] | None = None
     takes_parts: bool = False
+    tuned: bool = True
 
     def fits(self, device: Device) -> bool:
         """Whether the kernel's instructions exist on a GPU."""
@@ -156,6 +158,7 @@ WIDENED = Architecture(
     complete(widened_candidates.candidates),
     _build_widened,
     seconds=widened_candidates.seconds,
+    tuned=False,
 )
 """Hopper, with its kernel for weights that go through registers."""
 

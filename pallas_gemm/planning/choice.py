@@ -37,7 +37,8 @@ def choose(
     if options.config is not None:
         return Chosen(_named_config(options, problem, device, architecture), "argument")
     schedule, simulated = options.schedule, options.implementation == "interpret"
-    if schedule is None and not simulated and tables.may_be_tuned(problem):
+    is_free = schedule is None and not simulated
+    if is_free and architecture.tuned and tables.may_be_tuned(problem):
         # A sum of products takes the steps of one product.
         found = tables.find(dataclasses.replace(problem, terms=()), device)
         if found is not None:

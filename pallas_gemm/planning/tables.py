@@ -31,7 +31,6 @@ from pallas_gemm._version import __version__
 from pallas_gemm.computer import user_folder
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
-from pallas_gemm.kernels import element_types
 from pallas_gemm.planning import config_json, ignored
 from pallas_gemm.planning.within import Within
 from pallas_gemm.problem import Problem
@@ -304,15 +303,9 @@ _ACTIVE = jax.make_user_context(default_value=_Active())
 
 
 def may_be_tuned(problem: Problem) -> bool:
-    """Whether configs are tuned for a problem: nobody draws operands for the others.
-
-    Nor has the kernel configs to be tuned that takes weights through registers.
-    """
+    """Whether configs are tuned for a problem: nobody draws operands for the others."""
     is_special = problem.in_groups or problem.arrays or problem.scales
-    is_narrow = element_types.is_widened(problem.a_dtype, problem.b_dtype)
-    is_turned = problem.b_dtype == element_types.SINGLE and not problem.transpose_b
-    goes_through_registers = is_narrow or is_turned
-    return not is_special and not goes_through_registers and problem.epilogue.program is None
+    return not is_special and problem.epilogue.program is None
 
 
 def find(problem: Problem, device: Device) -> Found | None:

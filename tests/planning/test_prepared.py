@@ -80,22 +80,24 @@ def test_the_faster_one_computes_most_products_that_were_measured_both_ways() ->
 
 
 @pytest.mark.parametrize(
-    ("drawn", "function", "number", "slowest", "gained", "best"),
+    ("last", "drawn", "function", "number", "slowest", "gained", "best"),
     [
-        *(("21", "none", 18, 0.99, 1.25, 1.30), ("21", "gelu", 18, 1.10, 1.45, 1.46)),
-        *(("22", "none", 43, 0.92, 1.23, 1.29), ("22", "gelu", 43, 0.92, 1.38, 1.41)),
+        *((True, "21", "none", 9, 0.96, 1.19, 1.21), (True, "21", "gelu", 9, 0.96, 1.40, 1.41)),
+        *((True, "22", "none", 16, 0.96, 1.33, 1.35), (True, "22", "gelu", 16, 0.96, 1.43, 1.44)),
+        *((False, "21", "none", 9, 0.96, 1.32, 1.40), (False, "21", "gelu", 9, 0.96, 1.50, 1.51)),
+        # Two products of these run at 0.93 and 0.92 of XLA's speed.
+        *((False, "22", "none", 27, 0.92, 1.18, 1.26), (False, "22", "gelu", 27, 0.92, 1.35, 1.39)),
     ],
 )
 def test_of_float32_what_is_chosen_is_nearly_as_fast_as_the_faster_one(
-    drawn: str, function: str, number: int, slowest: float, gained: float, best: float
+    last: bool, drawn: str, function: str, number: int, slowest: float, gained: float, best: float
 ) -> None:
-    rows = []
-    # Right operands stored [k, n] were measured again when they went through registers.
-    for name, turned in (("h200_tf32.csv", False), ("h200_tf32_turned.csv", True)):
-        with (RESULTS / name).open() as file:
-            every = [row for row in csv.DictReader(file) if row["drawn"] == drawn]
-        rows += [row for row in every if (row["layout"][1] == "N") == turned]
-    rows = [row | {"dtype": "float32"} for row in rows if row["function"] == function]
+    """Right operands stored [k, n] were measured again when they went through registers."""
+    name, right = ("h200_tf32.csv", "T") if last else ("h200_tf32_turned.csv", "N")
+    with (RESULTS / name).open() as file:
+        every = [row for row in csv.DictReader(file) if row["layout"][1] == right]
+    rows = [row for row in every if (row["drawn"], row["function"]) == (drawn, function)]
+    rows = [row | {"dtype": "float32"} for row in rows]
     over_xla = np.array([float(row["xla_us"]) / float(row["kernel_us"]) for row in rows])
     follows = {"activation": "gelu"} if function == "gelu" else {}
     taken = np.array([_asked(row, **follows) == "hopper" for row in rows])

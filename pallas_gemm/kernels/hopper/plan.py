@@ -8,7 +8,6 @@ from typing import Literal, NamedTuple, Self
 import jax
 
 from pallas_gemm.kernels import protocol, work
-from pallas_gemm.kernels.element_types import SINGLE
 from pallas_gemm.kernels.exchange import ALONE, Exchange
 from pallas_gemm.kernels.functions import shorter, words
 from pallas_gemm.kernels.hardware import WGMMA_ROWS
@@ -98,11 +97,6 @@ class HopperPlan(KernelPlan):
     def launched_early(self) -> bool:
         """Whether the kernel is launched before the one before ends; never in the simulator."""
         return self.config.early_launch and not self.simulated
-
-    @property
-    def rounds_loads(self) -> bool:
-        """Whether TMA rounds operands."""
-        return self.problem.a_dtype == SINGLE and not self.simulated
 
     @property
     def claims_tiles(self) -> bool:

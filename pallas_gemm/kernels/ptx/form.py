@@ -122,8 +122,8 @@ class Form(NamedTuple):
     def batch(self) -> int:
         """Contracted elements that are loaded at a time: those of two WGMMAs.
 
-        A step has two batches at least. So no register of the left operand is written before the
-        WGMMA that reads it has ended: the one of the batch before may still run.
+        The WGMMAs of a batch may still run while the next batch is loaded. A step has two batches
+        at least, so that these have registers of their own.
         """
         return 2 * self.wgmma_depth
 

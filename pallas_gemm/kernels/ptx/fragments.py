@@ -11,8 +11,8 @@ of the 16 rows of its warp. A WGMMA of TF32 takes 8 contracted elements:
     0, 1    lane / 4, and 8 below      lane % 4
     2, 3    the same                   4 further
 
-`weights.py` loads them. Stored [k, rows], rows of sums are in another
-order, which `row_order.py` mends when all is summed up.
+`weights.py` loads them. Stored [k, rows], rows of sums are in another order, which `row_order.py`
+mends when all is summed up.
 """
 
 from collections.abc import Sequence

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.kernels.element_types import SINGLE, bits
+from pallas_gemm.kernels.element_types import bits
 from pallas_gemm.kernels.hardware import WARPGROUP_THREADS, WGMMA_ROWS
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
 from pallas_gemm.kernels.plan import KernelPlan
@@ -78,11 +78,6 @@ class WidenedPlan(KernelPlan):
         """Whether the weights have fewer bytes than the other operand."""
         own = self.problem
         return own.m * own.sums * bits(own.a_dtype) < own.n * bits(own.b_dtype)
-
-    @property
-    def rounds_loads(self) -> bool:
-        """Whether TMA rounds operands."""
-        return self.problem.a_dtype == SINGLE and not self.simulated
 
     @property
     def x_panels(self) -> int:

@@ -44,6 +44,14 @@ def program(problem: Problem, config: Any, scales: Any) -> tuple[Callable[..., A
     return kernel.build(WidenedPlan(problem, config, H200)), operands
 
 
+def check_compiled(problem: Problem, config: WidenedConfig, scales: Any) -> None:
+    """Compiles a kernel: it spills nothing, no WGMMA waits, and it has the memory it is said to."""
+    run, operands = program(problem, config, scales)
+    (found,) = summaries.KEPT.of(run, *operands, target="h200")
+    assert (found.spill_bytes, found.serialized) == (0, "")
+    assert found.shared_memory_bytes <= config.shared_memory_bytes(problem, device=H200)
+
+
 @pytest.mark.each_value
 @pytest.mark.parametrize("transpose_b", [False, True])
 @pytest.mark.parametrize(
@@ -80,10 +88,7 @@ def test_what_is_chosen_spills_nothing(
     problem = Problem(rows, 8192, 4096, b_dtype=kind, transpose_b=transpose_b, **options)
     config = heuristics.best(problem, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
-    run, operands = program(problem, config, scales)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
-    assert (found.spill_bytes, found.serialized) == (0, "")
-    assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
+    check_compiled(problem, config, scales)
 
 
 @pytest.mark.parametrize("transpose_b", [False, True])
@@ -103,9 +108,7 @@ def test_narrow_tiles_spill_nothing(
     config = heuristics.best(problem, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
     assert config.tile[1] < 128
-    run, operands = program(problem, config, jnp.bfloat16)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
-    assert (found.spill_bytes, found.serialized) == (0, "")
+    check_compiled(problem, config, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -124,9 +127,7 @@ def test_8_bit_floats_spill_nothing(
     problem = Problem(rows, columns, k, b_dtype=kind, transpose_b=False, epilogue=epilogue)
     config = heuristics.best(problem, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
-    run, operands = program(problem, config, None)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
-    assert (found.spill_bytes, found.serialized) == (0, "")
+    check_compiled(problem, config, None)
 
 
 @pytest.mark.each_value
@@ -153,9 +154,7 @@ def test_scales_of_several_copies_spill_nothing(tile: tuple[int, int]) -> None:
     gated = {} if tile[0] == 512 else {"epilogue": GATED, **WIDE}
     problem = Problem(8, 1024, 1024, b_dtype=jnp.int4, blocks=Blocks(32, 0, 1), **gated)
     config = WidenedConfig(tile=tile, stages=2, consumers=tile[0] // 128, along_k=1)
-    run, operands = program(problem, config, jnp.bfloat16)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
-    assert (found.spill_bytes, found.serialized) == (0, "")
+    check_compiled(problem, config, jnp.bfloat16)
 
 
 @pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
@@ -168,10 +167,7 @@ def test_shared_tiles_spill_nothing(rows: int, columns: int, k: int, kind: Any) 
     assert isinstance(config, WidenedConfig)
     assert config.ctas_along_k > 1 or config.shares_all
     assert config.persistence == "static"
-    run, operands = program(problem, config, jnp.bfloat16)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
-    assert (found.spill_bytes, found.serialized) == (0, "")
-    assert found.shared_memory_bytes <= config.shared_memory_bytes(problem, device=H200)
+    check_compiled(problem, config, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(("rows", "kind"), [(32, jnp.int4), (128, jnp.int4), (128, jnp.int8)])
@@ -180,9 +176,7 @@ def test_shared_tiles_of_groups_spill_nothing(rows: int, kind: Any) -> None:
     config = heuristics.best(problem, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
     assert (config.ctas_along_k, config.persistence) == (2, "static")
-    run, operands = program(problem, config, jnp.bfloat16)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
-    assert (found.spill_bytes, found.serialized) == (0, "")
+    check_compiled(problem, config, jnp.bfloat16)
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(256, 32), (256, 64), (300, 128)])
@@ -240,10 +234,7 @@ def test_float32_spills_nothing(rows: int, columns: int, k: int, options: Any) -
     problem = Problem(rows, columns, k, **SINGLE, **options)
     config = heuristics.best(problem, H200, WIDENED)
     assert isinstance(config, WidenedConfig)
-    run, operands = program(problem, config, None)
-    (found,) = summaries.KEPT.of(run, *operands, target="h200")
-    assert (found.spill_bytes, found.serialized) == (0, "")
-    assert found.shared_memory_bytes <= config.shared_memory_bytes(problem)
+    check_compiled(problem, config, None)
 
 
 def test_what_is_of_float32_alone_has_no_k_last_and_no_scales() -> None:
