@@ -36,6 +36,31 @@ ROWS, COLUMNS = 40, 256
 HEIGHT, WIDTH = 128, 8
 
 
+@pytest.mark.parametrize("sizes", [(9, 0, 17), (0, 0, 0), (20, 12, 8), (30, 20, 5), (40, 40, 40)])
+def test_the_tiles_of_a_group_follow_each_other(sizes: Sequence[int]) -> None:
+    """Those that run at once have a few rows of its weights, and all columns of tiles."""
+    asked = problem(jnp.int4, ROWS, COLUMNS, 640, groups=3, out_dtype=jnp.float32)
+    config = WidenedConfig(tile=(HEIGHT, WIDTH), along_k=1, stages=2, store_columns=16)
+    plan = WidenedPlan(asked, config, H200, interpret=SIMULATOR)
+    with jax.disable_jit():
+        count, of_number = walk._of_groups(plan, jnp.array(sizes, jnp.int32))
+        tiles = [of_number(jnp.int32(number)) for number in range(int(count))]
+    places = [tuple(map(int, (x.product, x.row, x.col, x.end))) for x in tiles]
+    assert [group for group, *_ in places] == sorted(group for group, *_ in places)
+    assert len(set(places)) == len(places)
+    stored = np.zeros((COLUMNS // HEIGHT, ROWS), int)
+    for _, row, col, end in places:
+        stored[row // HEIGHT, col : min(col + WIDTH, end)] += 1
+    assert (stored == 1).all()
+    if sum(sizes) > ROWS:
+        return
+    # The rows of groups begin with another one each, and none has a second turn.
+    own = [place for place, tile in zip(places, tiles, strict=True) if not tile.empty]
+    for group, members in itertools.groupby(own, key=lambda place: place[0]):
+        rows = [row // HEIGHT for row, _ in itertools.groupby(place[1] for place in members)]
+        assert rows == [group % 2, (group + 1) % 2]
+
+
 @pytest.mark.every_other
 @pytest.mark.parametrize("sizes", [(9, 0, 17), (0, 0, 0), (20, 12, 8)])
 @pytest.mark.parametrize(("persistence", "ctas"), [("none", 0), ("static", 6)])
