@@ -331,13 +331,13 @@ def _remedy_steps(before: Problem, after: Problem) -> tuple[list[Step], list[Ste
         changes.append(("residual", *residual, False, before.added_dtype))
     steps = []
     for name, have, want, flipped, dtype in changes:
-        turned = (*have[:-2], have[-1], have[-2]) if flipped else have
-        # XLA makes one pass of a transposition and the padding that follows it.
+        stored = (*want[:-2], want[-1], want[-2]) if flipped else want
         moved = _bytes(have, dtype) + _bytes(want, dtype)
+        if have != stored:
+            # XLA makes one pass of padding and the transposition that follows it.
+            steps.append(Step(name, "pad", stored, 0 if flipped else moved))
         if flipped:
-            steps.append(Step(name, "transpose", turned, moved))
-        if turned != want:
-            steps.append(Step(name, "pad", want, 0 if flipped else moved))
+            steps.append(Step(name, "transpose", want, moved))
     if after.out_shape == before.out_shape:
         return steps, []
     moved = 2 * _bytes(before.out_shape, before.out_dtype)

@@ -198,11 +198,11 @@ def test_operands_of_8_and_32_bits_are_turned_until_k_is_last(types: Any) -> Non
         assert realigned.problem.layout == "NT"
 
 
-def test_a_transposition_and_the_padding_after_it_are_one_pass() -> None:
+def test_padding_and_the_transposition_after_it_are_one_pass() -> None:
     call, operands = _call(64, 65, 63, TYPES[1], "NN")
     turned = [step for step in _realigned(call, operands).steps if step.operand == "b"]
-    assert [step.action for step in turned] == ["transpose", "pad"]
-    assert [step.bytes for step in turned] == [4 * (63 * 65 + math.prod(turned[1].shape)), 0]
+    assert [step.action for step in turned] == ["pad", "transpose"]
+    assert [step.bytes for step in turned] == [0, 4 * (63 * 65 + math.prod(turned[1].shape))]
 
 
 def test_a_batch_with_one_right_operand_is_more_rows() -> None:
