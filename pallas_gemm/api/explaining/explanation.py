@@ -134,7 +134,7 @@ def _hint_of_step(step: Step, problem: Problem) -> str | None:
         "a": ("km" if problem.transpose_a else "mk", problem.a_shape),
         "b": ("nk" if problem.transpose_b else "kn", problem.b_shape),
     }
-    if step.operand not in stored:
+    if step.operand not in stored or not step.bytes:
         return None
     names, shape = stored[step.operand]
     saved = f"saves {step.bytes / 1e6:.1f} MB"
