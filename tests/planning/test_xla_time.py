@@ -79,6 +79,32 @@ def test_what_was_not_fitted_to_is_predicted_as_the_docstring_says() -> None:
     assert np.quantile(long, 0.9) < 0.18
 
 
+def test_float32_stored_k_m_is_predicted_as_the_docstring_says() -> None:
+    measured = {
+        (row["drawn"], *(int(row[letter]) for letter in "mnk")): float(row["xla_us"])
+        for name in ("h200_tf32", "h200_tf32_turned")
+        for row in _rows(name)
+        if (row["layout"], row["function"]) == ("TN", "none")
+    }
+    errors = {
+        key: _seconds_of_single(*key[1:]) * 1e6 / us - 1
+        for key, us in measured.items()
+        if min(key[1:3]) >= xla_time.FEW_SINGLES
+    }
+    judged = [abs(error) for (drawn, *_), error in errors.items() if drawn in ("22", "32")]
+    assert len(judged) == 41
+    assert np.median(judged) < 0.115
+    large = [abs(errors["chosen", *sizes]) for sizes in ((8192, 4096, 4096), (4096, 1024, 8192))]
+    assert max(large) < 0.1
+
+
+def _seconds_of_single(m: int, n: int, k: int) -> float:
+    asked = Problem(m, n, k, F32, F32, F32, transpose_a=True)
+    seconds = xla_time.seconds(asked, H200)
+    assert seconds is not None
+    return seconds
+
+
 def test_8_bits_stored_in_other_layouts_are_predicted_as_the_docstring_says() -> None:
     rows = [
         row
