@@ -94,3 +94,17 @@ def test_a_kernel_looks_for_the_largest_only_among_what_it_reads(
     _, found = rewritten(jax.grad(loss), *args)
     assert "add_any" in found[1].folded
     assert ("eq" in found[1].folded) == is_read
+
+
+@pytest.mark.parametrize(("function", "is_read"), [(jnp.tanh, False), (jnp.positive, True)])
+def test_what_is_as_large_as_the_largest_is_so_in_memory(function: Any, is_read: bool) -> None:
+    def loss(x: Any, w: Any) -> Any:
+        y = function(x)
+        largest = jnp.where(y >= jnp.max(y, -1, keepdims=True), y, 0).astype(jnp.float32)
+        return jnp.sum(largest) + jnp.sum(jnp.square((x @ w).astype(jnp.float32)))
+
+    args = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((8192, 1024), (1024, 1024)))
+    with jax.numpy_dtype_promotion("standard"):
+        _, found = rewritten(jax.grad(loss), *args)
+    assert "add_any" in found[1].folded
+    assert ("ge" in found[1].folded) == is_read
