@@ -27,6 +27,10 @@ POSITIONS = "iota"
 """The operation that makes an array of positions: a kernel needs to read none."""
 PLACES = frozenset(("argmax", "argmin"))
 """Reductions to a place. The smallest value is the largest one with the other sign."""
+EQUAL = frozenset(("eq", "ne"))
+"""Operations that ask for all bits of a value."""
+ORDER = frozenset(("ge", "gt", "le", "lt"))
+"""Operations that ask for them where they ask of the largest value."""
 OF_ORDER = frozenset(("reduce_max", "reduce_min"))
 """Reductions whose result is one of the values."""
 EXACT_REDUCTIONS = PLACES | OF_ORDER
@@ -78,10 +82,34 @@ class Operands:
         if maker is None or len(self._equations) > LARGEST or self._level.is_stored(x):
             return True
         if is_elementwise(maker, x.aval.shape, self._allowed):
-            return False
+            return self._asks_for_bits(maker) and not all(map(self._is_kept, variables(maker)))
         if maker.primitive.name not in MOVES:
             return True
         return any(math.prod(y.aval.shape) > math.prod(x.aval.shape) for y in variables(maker))
+
+    def _asks_for_bits(self, equation: Any) -> bool:
+        """Whether an operation asks which values are equal to one, or as large as the largest.
+
+        So does the derivative of a maximum. A kernel that makes values again in float32 finds none.
+        """
+        name = equation.primitive.name
+        return name in EQUAL or (
+            name in ORDER and any(map(self._is_of_largest, variables(equation)))
+        )
+
+    def _is_of_largest(self, x: Any) -> bool:
+        maker = self._level.maker(x)
+        if maker is not None and (maker.primitive.name in MOVES or _widens(maker)):
+            return any(map(self._is_of_largest, variables(maker)))
+        return maker is not None and maker.primitive.name in OF_ORDER
+
+    def _is_kept(self, x: Any) -> bool:
+        """Whether a kernel has the bits of a value that the program has: it reads them."""
+        maker = self._level.maker(x)
+        is_same = maker is not None and (maker.primitive.name in MOVES or _widens(maker))
+        if is_same and not self._is_read(x, maker):
+            return all(map(self._is_kept, variables(maker)))
+        return np.dtype(x.aval.dtype).kind in "biu" or self._is_read(x, maker)
 
     def _is_read_later(self, x: Any) -> bool:
         depth = self._level.depth(x)

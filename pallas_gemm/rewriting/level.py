@@ -40,6 +40,8 @@ class Level:
         self._above: dict[Any, int] = {}
         self._depth: dict[Any, int] = {}
         self._bit: dict[Any, int] = {}
+        # What keeps its order depends on all that came before it.
+        self._of_effects = 0
         for equation in equations:
             self._add(equation)
 
@@ -49,6 +51,8 @@ class Level:
             self._readers.setdefault(x, []).append(equation)
             above |= self._above.get(x, 0)
             before = max(before, self._depth.get(x, 0))
+        if _keeps_order(equation):
+            above = self._of_effects = above | self._of_effects
         if equation.primitive.name in kinds.DOTS:
             bit = 1 << len(self._bit)
         if bit:
@@ -226,8 +230,7 @@ class Level:
         last = None
         for place, equation in sorted(self._equations.items()):
             before = {self._place[id(makers[x])] for x in variables(equation) if x in makers}
-            # Simulated kernels have effects that nobody sees.
-            if equation.effects and not equation.primitive.name.startswith("pallas_gemm"):
+            if _keeps_order(equation):
                 before |= set() if last is None else {last}
                 last = place
             waits[place] = len(before)
@@ -256,6 +259,16 @@ def _is_in_order(equations: Sequence[Any]) -> bool:
             return False
         to_come.difference_update(equation.outvars)
     return True
+
+
+def _keeps_order(equation: Any) -> bool:
+    """Whether an equation runs after all others like it that stand before it.
+
+    Nobody sees the effects of simulated kernels, nor that an equation names an axis of a mesh.
+    """
+    if equation.primitive.name.startswith("pallas_gemm"):
+        return False
+    return any(type(own).__name__ != "NamedAxisEffect" for own in equation.effects)
 
 
 def variables(equation: Any) -> list[Any]:

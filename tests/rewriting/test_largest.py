@@ -78,3 +78,33 @@ def test_derivatives_from_outside_see_float32_sums(numerics: Any) -> None:
     expected = np.asarray(jax.jit(jax.grad(f))(x, w), np.float32)
     error = np.linalg.norm(np.asarray(found, np.float32) - expected) / np.linalg.norm(expected)
     assert error < 0.01
+
+
+@pytest.mark.parametrize(("function", "is_read"), [(jnp.tanh, False), (jnp.positive, True)])
+def test_a_kernel_looks_for_the_largest_only_among_what_it_reads(
+    function: Any, is_read: bool
+) -> None:
+    # The largest of an input's values beside the product, of which the kernel of a gradient could
+    # make the values again, in float32. None of these is the largest rounded one.
+    def loss(x: Any, w: Any) -> Any:
+        largest = jnp.max(function(x), -1).astype(jnp.float32)
+        return jnp.sum(largest) + jnp.sum(jnp.square((x @ w).astype(jnp.float32)))
+
+    args = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((8192, 1024), (1024, 4096)))
+    _, found = rewritten(jax.grad(loss), *args)
+    assert "add_any" in found[1].folded
+    assert ("eq" in found[1].folded) == is_read
+
+
+@pytest.mark.parametrize(("function", "is_read"), [(jnp.tanh, False), (jnp.positive, True)])
+def test_what_is_as_large_as_the_largest_is_so_in_memory(function: Any, is_read: bool) -> None:
+    def loss(x: Any, w: Any) -> Any:
+        y = function(x)
+        largest = jnp.where(y >= jnp.max(y, -1, keepdims=True), y, 0).astype(jnp.float32)
+        return jnp.sum(largest) + jnp.sum(jnp.square((x @ w).astype(jnp.float32)))
+
+    args = (jax.ShapeDtypeStruct(shape, BF16) for shape in ((8192, 1024), (1024, 1024)))
+    with jax.numpy_dtype_promotion("standard"):
+        _, found = rewritten(jax.grad(loss), *args)
+    assert "add_any" in found[1].folded
+    assert ("ge" in found[1].folded) == is_read
