@@ -136,7 +136,7 @@ def test_the_report_is_one_line_the_first_time(x: Any) -> None:
         own(x[:128, :128])
     (line,) = lines
     assert line.startswith("accelerate f: 1 of 3 products by our kernels, 2 left to XLA (")
-    assert "XLA is predicted to take 5 us, and the kernel 5 us with what prepares operands" in line
+    assert "XLA is predicted to take 4 us, and the kernel 5 us with what prepares operands" in line
     assert "no kernel takes operands of int32" in line
 
 
