@@ -184,6 +184,7 @@ def test_it_has_no_derivative_and_says_what_to_do() -> None:
         ({"power_of_two": 2}, TypeError, "power_of_two must be True or False"),
         ({"implementation": "fast"}, ValueError, "implementation='fast' is unknown"),
         ({"implementation": "hopper"}, ValueError, "for no GPU that is known"),
+        ({"implementation": "blackwell"}, ValueError, "'blackwell' cannot quantize this"),
     ],
 )
 def test_errors_say_what_is_legal(options: Any, error: Any, words: str) -> None:
