@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import place
-from pallas_gemm.kernels.element_types import FLOATS_16
+from pallas_gemm.kernels.element_types import FLOATS_16, bits
 from pallas_gemm.kernels.functions import elementwise, words
 from pallas_gemm.problem import ROW_BYTES, Problem
 
@@ -122,7 +122,7 @@ def longer(x: jax.Array, more: int) -> jax.Array:
 
 def in_whole_rows(x: jax.Array) -> jax.Array:
     """Returns an array with rows of a multiple of 16 bytes: TMA loads no others."""
-    beyond = -x.shape[-1] % (ROW_BYTES // x.dtype.itemsize)
+    beyond = -x.shape[-1] % (8 * ROW_BYTES // bits(x.dtype))
     return longer(x, beyond) if beyond else x
 
 
