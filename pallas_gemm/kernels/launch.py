@@ -146,6 +146,7 @@ def kernel(  # noqa: PLR0913 - each is a keyword
     flops: int = 0,
     transcendentals: int = 0,
     approx_math: bool = False,
+    reduction_scratch_bytes: int = 0,
 ) -> Callable[[Any], Any]:
     """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup.
 
@@ -163,9 +164,11 @@ def kernel(  # noqa: PLR0913 - each is a keyword
             num_threads=warpgroups,
             thread_name=WARPGROUP,
             scratch_types=scratch,
-            # Values are reduced within warps alone, which takes no shared memory.
+            # Most values are reduced within warps alone, which takes no shared memory.
             compiler_params=plgpu.CompilerParams(
-                unsafe_no_auto_barriers=True, approx_math=approx_math, reduction_scratch_bytes=0
+                unsafe_no_auto_barriers=True,
+                approx_math=approx_math,
+                reduction_scratch_bytes=reduction_scratch_bytes,
             ),
             kernel_name=name,
             interpret=interpret,

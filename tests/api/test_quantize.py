@@ -249,6 +249,10 @@ def test_a_kernel_takes_what_it_can() -> None:
         _kernels((100, 512), axis=-2, implementation="hopper")
 
 
+def test_squares_with_scales_of_powers_of_two_are_lowered_in_both_ways() -> None:
+    assert _kernels((256, 512), axis="both", block=(128, 128), power_of_two=True) == 1
+
+
 def test_a_kernel_is_filed_under_what_makes_it() -> None:
     found = []
     for options in ({}, {"axis": "both"}, {"block": (1, 32)}, {"power_of_two": True}):
