@@ -29,9 +29,15 @@ def array(name: str, x: Any) -> Any:
     is_array = hasattr(x, "__jax_array__") or (hasattr(x, "shape") and hasattr(x, "dtype"))
     if not (is_array or isinstance(x, numbers.Number)):
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {x!r:.80}")
-    if isinstance(x, np.ndarray) and x.dtype.kind in "OSUMm":
-        raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
-    x = jnp.asarray(x)
+    try:
+        x = jnp.asarray(x)
+    except TypeError:
+        if not isinstance(x, np.ndarray):
+            raise
+        # NumPy has types and orders of bytes that JAX has not.
+        raise TypeError(
+            f"{name} must be an array of numbers of a type that JAX has, got dtype {x.dtype}"
+        ) from None
     if not _has_values(x.dtype):
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
     return x

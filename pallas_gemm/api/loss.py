@@ -45,6 +45,9 @@ class LogProbs(NamedTuple):
     label_logits: jax.Array
 
 
+jax.export.register_namedtuple_serialization(LogProbs, serialized_name="pallas_gemm.LogProbs")
+
+
 @compiled(*ARRAYS)
 def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
     hidden: jax.Array,

@@ -34,6 +34,9 @@ class Quantized(NamedTuple):
     scale: jax.Array
 
 
+jax.export.register_namedtuple_serialization(Quantized, serialized_name="pallas_gemm.Quantized")
+
+
 def _check_started(given: Any) -> None:
     if given.get("group_sizes") is not None:
         groups.check_values(given["group_sizes"], given["x"].shape[0])

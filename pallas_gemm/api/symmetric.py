@@ -221,7 +221,7 @@ def _answer(
     epilogue = Epilogue(operands.alpha, operands.beta)
     given = operands._replace(alpha=None, beta=None)
     asked = request.of_gemm(given, epilogue, options, *transposed, **result)
-    _check_residual(asked, given.residual, transposed[0])
+    _check_residual(asked, transposed[0])
     on_mesh = mesh_context.is_on_mesh(*asked.operands.present())
     if asked.outside is not None or asked.result_sharding is not None:
         if kind == "product":
@@ -242,8 +242,8 @@ def _mirrored(whole: jax.Array) -> jax.Array:
 _mirrored.defjvp(lambda primals, tangents: (_mirrored(*primals), *tangents))
 
 
-def _check_residual(asked: Request, residual: Any, transpose: bool) -> None:
-    a = asked.operands.a
+def _check_residual(asked: Request, transpose: bool) -> None:
+    a, residual = asked.operands.a, asked.operands.residual
     size = a.shape[-1 if transpose else -2]
     shape, dtype = (*a.shape[:-2], size, size), asked.call.out_dtype
     if residual is None:

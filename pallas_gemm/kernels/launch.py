@@ -13,7 +13,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.kernels import place
-from pallas_gemm.kernels.element_types import FLOATS_16
+from pallas_gemm.kernels.element_types import FLOATS_16, bits
 from pallas_gemm.kernels.functions import elementwise, words
 from pallas_gemm.problem import ROW_BYTES, Problem
 
@@ -122,7 +122,7 @@ def longer(x: jax.Array, more: int) -> jax.Array:
 
 def in_whole_rows(x: jax.Array) -> jax.Array:
     """Returns an array with rows of a multiple of 16 bytes: TMA loads no others."""
-    beyond = -x.shape[-1] % (ROW_BYTES // x.dtype.itemsize)
+    beyond = -x.shape[-1] % (8 * ROW_BYTES // bits(x.dtype))
     return longer(x, beyond) if beyond else x
 
 
@@ -146,6 +146,7 @@ def kernel(  # noqa: PLR0913 - each is a keyword
     flops: int = 0,
     transcendentals: int = 0,
     approx_math: bool = False,
+    reduction_scratch_bytes: int = 0,
 ) -> Callable[[Any], Any]:
     """Returns the kernel whose CTAs run `body(inputs, *results, *scratch)` in each warpgroup.
 
@@ -163,9 +164,11 @@ def kernel(  # noqa: PLR0913 - each is a keyword
             num_threads=warpgroups,
             thread_name=WARPGROUP,
             scratch_types=scratch,
-            # Values are reduced within warps alone, which takes no shared memory.
+            # Most values are reduced within warps alone, which takes no shared memory.
             compiler_params=plgpu.CompilerParams(
-                unsafe_no_auto_barriers=True, approx_math=approx_math, reduction_scratch_bytes=0
+                unsafe_no_auto_barriers=True,
+                approx_math=approx_math,
+                reduction_scratch_bytes=reduction_scratch_bytes,
             ),
             kernel_name=name,
             interpret=interpret,

@@ -73,7 +73,7 @@ def decide(
         device = H200
     why = _why_xla(how, signature, device, implementation)
     if why is not None:
-        if implementation in (HOPPER, "interpret"):
+        if implementation not in (None, "xla"):
             raise ValueError(f"implementation={implementation!r} cannot quantize this: {why}")
         return Quantizer(how, shape, None, why)
     assert device is not None

@@ -385,6 +385,12 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         r"needs vectors or matrices, .* got lhs\[4, 6\] and rhs\[4, 6\]",
     ),
     (
+        "another order of bytes",
+        lambda: gemm(np.ones((4, 6), ">f4"), B),
+        TypeError,
+        "a must be an array of numbers of a type that JAX has, got dtype >f4",
+    ),
+    (
         "a masked array",
         lambda: matmul(np.ma.masked_array(np.ones((4, 6), np.float32)), B),
         ValueError,

@@ -648,3 +648,9 @@ def test_a_function_is_computed_by_the_kernel_of_few_bits() -> None:
     assert decision.implementation == "hopper"
     assert str(decision.problem.b_dtype) == "int4"
     assert decision.problem.epilogue.program is not None
+
+
+def test_experts_without_columns_have_zero_points_too() -> None:
+    values, scales = jnp.ones((4, 8, 0), jnp.int8), jnp.ones((4, 1, 0))
+    record = QuantizedWeight(values, scales, scales)
+    assert grouped_gemm(jnp.ones((5, 8)), record, jnp.array([1, 0, 3, 1])).shape == (5, 0)

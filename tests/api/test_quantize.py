@@ -184,6 +184,7 @@ def test_it_has_no_derivative_and_says_what_to_do() -> None:
         ({"power_of_two": 2}, TypeError, "power_of_two must be True or False"),
         ({"implementation": "fast"}, ValueError, "implementation='fast' is unknown"),
         ({"implementation": "hopper"}, ValueError, "for no GPU that is known"),
+        ({"implementation": "blackwell"}, ValueError, "'blackwell' cannot quantize this"),
     ],
 )
 def test_errors_say_what_is_legal(options: Any, error: Any, words: str) -> None:
@@ -246,6 +247,10 @@ def test_a_kernel_takes_what_it_can() -> None:
     assert _kernels((256, 512), axis="both", block=(128, 128), groups=4) == 0
     with pytest.raises(ValueError, match=r"cannot quantize this.*multiple of 16.*got 100"):
         _kernels((100, 512), axis=-2, implementation="hopper")
+
+
+def test_squares_with_scales_of_powers_of_two_are_lowered_in_both_ways() -> None:
+    assert _kernels((256, 512), axis="both", block=(128, 128), power_of_two=True) == 1
 
 
 def test_a_kernel_is_filed_under_what_makes_it() -> None:

@@ -59,6 +59,11 @@ def test_empty_dimensions(shape):
         np.testing.assert_array_equal(jax.vmap(gram)(x), gram(x))
 
 
+def test_a_residual_has_the_type_that_jax_gives_it():
+    result = gram(X, residual=np.asarray(RESIDUAL, np.float64))
+    np.testing.assert_array_equal(result, _exact(X, RESIDUAL))
+
+
 def test_what_commutes():
     square = _exact(X)
     np.testing.assert_array_equal(symmetric_matmul(square, square), square @ square)
@@ -277,6 +282,11 @@ HALF = jnp.ones((16, 16), jnp.bfloat16)
             lambda: gram(X, residual=RESIDUAL.astype(jnp.bfloat16)),
             TypeError,
             "residual must be of the result's type, float32, got bfloat16",
+        ),
+        (
+            lambda: gram(X[0], residual=1.0),
+            ValueError,
+            r"residual must have the result's shape \[5, 5\], got \[\]",
         ),
         (lambda: gram(X, transpose=1), TypeError, "transpose must be True or False, got int"),
         (lambda: gram(X, check=1), TypeError, "check must be True or False, got int"),

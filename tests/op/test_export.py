@@ -157,3 +157,14 @@ def test_sizes_may_be_symbols() -> None:
     wanted, exact = step(x, w, bias)
     assert value == wanted
     jax.tree.map(np.testing.assert_array_equal, gradients, exact)
+
+
+def test_records_among_results_are_written_and_read() -> None:
+    def records(x: jax.Array, labels: jax.Array) -> tuple[Any, ...]:
+        return pallas_gemm.quantize(x), pallas_gemm.linear_log_probs(x, x, labels)
+
+    x, labels = jnp.ones((4, 4)), jnp.arange(4)
+    written = jax.export.export(jax.jit(records))(x, labels).serialize()
+    quantized, found = jax.export.deserialize(written).call(x, labels)
+    assert isinstance(quantized, pallas_gemm.Quantized)
+    assert isinstance(found, pallas_gemm.LogProbs)

@@ -50,9 +50,11 @@ def quantize_weights(
 
     Raises:
         ValueError: k is no multiple of the group, or an argument has no such value.
-        TypeError: `where` names a leaf that is no array of floats.
+        TypeError: `where` names a leaf that is no array of floats, or is no function.
     """
     how = How.of(bits, group, dtype, zero_points, scale_dtype)
+    if where is not None and not callable(where):
+        raise TypeError(f"where must be a function of path and leaf, or None, got {where!r:.80}")
 
     def made(path: tuple[Any, ...], leaf: Any) -> Any:
         if checkpoints.is_qwix(leaf):

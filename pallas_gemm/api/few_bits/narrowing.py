@@ -70,6 +70,11 @@ class How:
         if w.ndim < 2:
             raise ValueError(f"{name} must be a matrix or several, got shape {list(w.shape)}")
         k = w.shape[axis]
+        if k == 0:
+            raise ValueError(
+                f"{name} must have a contracted size of at least 1, got 0 in {list(w.shape)}"
+                f" (dimension {axis})"
+            )
         if self.group is not None and k % self.group:
             largest = math.gcd(k, self.group)
             raise ValueError(

@@ -44,7 +44,7 @@ class QuantizedWeight:
         zero: The value that stands for 0: None for 0, or like the scale, of the type of the values
             or of floats.
         axis: The contracted dimension of the values: -2, or -1 where they are stored `[..., n, k]`.
-        dtype: The type of the array that it stands for.
+        dtype: The type of the array that it stands for; None for that of the scale.
     """
 
     values: Any
@@ -117,6 +117,7 @@ class QuantizedWeight:
             dtype: Another type than its own.
         """
         own = self.dtype if dtype is None else arguments.number_type("dtype", dtype)
+        own = self.scale.dtype if own is None else own
         return widening.widened(self.values, self.scale, self.zero, self.axis, own)
 
     def __jax_array__(self) -> jax.Array:

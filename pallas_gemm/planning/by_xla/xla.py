@@ -101,7 +101,7 @@ def without_blocks[C: Call](call: C, given: Operands) -> tuple[C, Operands]:
         if call.transpose_a if name == "row_blocks" else call.transpose_b:
             value = jnp.swapaxes(value, -1, -2)
         for axis in (-2, -1):
-            value = jnp.repeat(value, x.shape[axis] // value.shape[axis], axis)
+            value = jnp.repeat(value, x.shape[axis] // max(1, value.shape[axis]), axis)
         return lax.expand_dims(value, range(x.ndim - value.ndim)).astype(x.dtype)
 
     return scaled_factors(call, given, spread)

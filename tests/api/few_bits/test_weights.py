@@ -345,9 +345,20 @@ def test_what_is_no_weight_is_refused() -> None:
         QuantizedWeight.of(jnp.ones((16, 8), jnp.int8))
     with pytest.raises(ValueError, match=r"w must be a matrix or several, got shape \[8\]"):
         QuantizedWeight.of(jnp.ones(8))
+    with pytest.raises(ValueError, match=r"size of at least 1, got 0 in \[0, 8\]"):
+        QuantizedWeight.of(jnp.ones((0, 8)))
     params = {"up": {"kernel": jnp.ones((20, 8))}}
     with pytest.raises(ValueError, match=r"up/kernel must have .* group=8, got 20 in \[20, 8\]"):
         quantize_weights(params, bits=4, group=8)
+    with pytest.raises(TypeError, match=r"where must be a function .*, got 'up'"):
+        quantize_weights(params, where="up")  # type: ignore[arg-type]
+
+
+def test_a_record_without_a_type_stands_for_an_array_of_the_scales_type() -> None:
+    made = QuantizedWeight.of(jnp.ones((16, 8)), bits=4, group=8)
+    np.testing.assert_array_equal(
+        jnp.asarray(dataclasses.replace(made, dtype=None)), made.widened(jnp.bfloat16)
+    )
 
 
 def test_scales_are_split_as_the_values_are() -> None:

@@ -273,6 +273,7 @@ def _blocks(plan: QuantizePlan, squares: Sequence[Values], width: int) -> list[l
 
 def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
     """Returns the kernel of a plan: a function of a batch of matrices, and of tiles of groups."""
+    has_squares = any(map(is_square, plan.how.ways))
     kernel = launch.kernel(
         functools.partial(_body, plan),
         name="pallas_gemm_quantize",
@@ -283,6 +284,8 @@ def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
         scratch=scratch(plan),
         flops=math.prod(plan.shape) * 2 * len(plan.how.ways),
         interpret=plan.interpret,
+        # A tile that is a block is reduced over four warps: to its largest, and to both scales.
+        reduction_scratch_bytes=3 * 4 * 4 if plan.how.power_of_two and has_squares else 0,
     )
 
     def run(*given: jax.Array) -> Results:

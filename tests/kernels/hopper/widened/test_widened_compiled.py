@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from pallas_gemm import explain, gated_gemm, gemm, offline, target
+from pallas_gemm import QuantizedWeight, explain, gated_gemm, gemm, offline, target
 from pallas_gemm.device import H200
 from pallas_gemm.kernels.hopper.widened import kernel, problems
 from pallas_gemm.kernels.hopper.widened.config import WidenedConfig
@@ -209,6 +209,19 @@ def test_rows_of_any_length_are_lowered(columns: int, kind: Any, scales: Any, la
         assert found.plan is not None
         assert isinstance(found.plan.config, WidenedConfig)
         exported = jax.export.export(jax.jit(f), platforms=["cuda"])(*operands)
+    assert "mosaic_gpu" in exported.mlir_module()
+
+
+def test_zero_points_of_four_bits_have_rows_of_any_length() -> None:
+    columns, k = 100, 1536
+    record = QuantizedWeight(
+        jax.ShapeDtypeStruct((k, columns), jnp.uint4),
+        jax.ShapeDtypeStruct((24, columns), jnp.bfloat16),
+        jax.ShapeDtypeStruct((24, columns), jnp.uint4),
+    )
+    x = jax.ShapeDtypeStruct((16, k), jnp.bfloat16)
+    with target("h200"):
+        exported = jax.export.export(jax.jit(gemm), platforms=["cuda"])(x, record)
     assert "mosaic_gpu" in exported.mlir_module()
 
 
