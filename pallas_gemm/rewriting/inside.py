@@ -30,7 +30,7 @@ PLACES = frozenset(("argmax", "argmin"))
 EQUAL = frozenset(("eq", "ne"))
 """Operations that ask for all bits of a value."""
 ORDER = frozenset(("ge", "gt", "le", "lt"))
-"""Operations that ask for them where they ask of the largest value."""
+"""Operations that ask for them if one side is the largest value."""
 OF_ORDER = frozenset(("reduce_max", "reduce_min"))
 """Reductions whose result is one of the values."""
 EXACT_REDUCTIONS = PLACES | OF_ORDER

@@ -340,7 +340,7 @@ TURNED_SINGLE_KERNELS = (
     _Kernels(_CHOICES[:, _LARGER & (_CHOICES[2] == 1)], 200, 4, 0.8),
 )
 """The same where the left operand is stored [k, m]: 4096 cubed takes 525 us so, and 344 otherwise.
-Large tiles are no faster there, but for large products. Half of the predictions of 50 products are
+Large tiles are faster there only for large products. Half of the predictions of 50 products are
 within 9%: of seed 31 of `h200_tf32_turned.csv`, and those of the files above. Half of 41 others, of
 the seeds 22 and 32, are within 11%."""
 

@@ -87,11 +87,11 @@ class Kind(NamedTuple):
         cta_cycles: For each of them but the first.
         latency_cycles: From a request for operands to their arrival.
         load_bytes: An SM loads these in a cycle.
-        within_lines: Weights take longer to load by this factor if their rows begin within a line
-            of the cache,
-        within_sectors: and by this one if they begin within a sector.
-        waits: A step takes this share of its load at least if its ring has one free slot, and half
-            of that if it has two.
+        within_lines: The factor by which weights load more slowly if their rows begin within a line
+            of the cache.
+        within_sectors: The same if they begin within a sector.
+        waits: A step takes at least this share of its load if the ring has one free slot, and half
+            of it if the ring has two.
         memory_share: The share of the peak bandwidth of memory that is reached.
         sharpness: How little computing and reading memory hold each other up: the power of their
             norm.
@@ -180,8 +180,8 @@ SINGLES = Kind(
     sharpness=2.1,
 )
 """Float32. The times were fitted together to 348 configs of 52 products with 16 to 65536 rows on an
-H200: half of the predictions are within 5%. Five products whose rows begin within a sector tell the
-factor for these."""
+H200: half of the predictions are within 5%. The factor for rows within a sector comes from five
+products."""
 
 
 def _kind(problem: Problem) -> Kind:
@@ -389,7 +389,7 @@ def seconds(problem: Problem, config: WidenedConfig, device: Device) -> float:
 
 
 def _parted(problem: Problem, kind: Kind) -> float:
-    """Returns by which factor weights take longer to load because of where their rows begin."""
+    """Returns the factor by which weights load more slowly because of where their rows begin."""
     row = (problem.k if problem.transpose_b else problem.n) * bits(problem.b_dtype) // 8
     if row % LINE_BYTES == 0:
         return 1

@@ -284,7 +284,7 @@ def build(plan: QuantizePlan) -> Callable[[jax.Array], Results]:
         scratch=scratch(plan),
         flops=math.prod(plan.shape) * 2 * len(plan.how.ways),
         interpret=plan.interpret,
-        # A tile that is a block is reduced over four warps: to its largest, and to both scales.
+        # Four warps reduce a tile that is a block three times: to its largest, and to both scales.
         reduction_scratch_bytes=3 * 4 * 4 if plan.how.power_of_two and has_squares else 0,
     )
 

@@ -3,9 +3,9 @@
     products         columns of tiles follow each other, then rows, then the products of a batch;
                      rows first where the weights have fewer bytes than the other operand
     rows in groups   each group has columns of tiles of its own. They follow each other, then rows,
-                     then groups. A CTA adds up the sizes of groups, from which follows how many
-                     columns there are. Rows in no group have such tiles, too: they are zeros. A CTA
-                     beyond all tiles ends.
+                     then groups. A CTA adds up the sizes of groups to know the number of columns.
+                     Rows in no group have such tiles, too: they are zeros. A CTA beyond all tiles
+                     ends.
 
 CTAs that follow each other have the same part of the larger operand, or parts that lie side by
 side. A CTA has one tile, or several: then the loads of the next one begin before the last has
@@ -159,7 +159,8 @@ def _of_groups(plan: WidenedPlan, sizes: Any) -> tuple[Scalar, Callable[[Scalar]
         own = lax.select(empty, across - at.tile, lax.min(own, across - at.tile))
         among = place - at.tile * down
         col = at.row + lax.rem(among, own) * width
-        # Each group begins with another row: so no CTA has the last ones of all, which are shorter.
+        # Each group begins with another row. Else a CTA could get the last row of every group, and
+        # this one is often shorter.
         row = lax.rem(lax.div(among, own) + at.group, jnp.int32(down))
         end = lax.select(empty, limit, lax.min(at.row + at.rows, limit))
         group = lax.min(at.group, jnp.int32(problem.groups - 1))
