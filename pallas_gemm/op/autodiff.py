@@ -151,7 +151,7 @@ def _with_pre_activations(
     wide = jax.ShapeDtypeStruct(shape, np.float32)
     types = [jax.ShapeDtypeStruct(*operand) for operand in extras]
     function = traced(both, *([wide] * len(befores)), *types, sums=len(befores))
-    return dataclasses.replace(function, otherwise=twice)
+    return dataclasses.replace(function.as_derived, otherwise=twice)
 
 
 def scales_change(moved: Operands) -> bool:

@@ -51,6 +51,16 @@ class Function:
 
         return self._with(keeping, self.types)
 
+    @functools.cached_property
+    def as_derived(self) -> "Function":
+        """The function where it is derived: a `jax.custom_vjp` in it runs its forward rule.
+
+        JAX derives that rule for a second derivative, and not the user's gradient.
+        """
+        if not _has_forward_rules(jax.make_jaxpr(self.run)(*self.types).jaxpr):
+            return self
+        return self._with(lambda run: lambda *args: jax.vjp(run, *args)[0], self.types)
+
     @functools.cache  # noqa: B019
     def mapped(self, size: int, axes: tuple[int | None, ...]) -> "Function":
         """Returns the function of `size` sums and operands, the operands along these axes."""
@@ -125,6 +135,14 @@ def traced(function: Callable[..., Any], *types: Any, sums: int = 1) -> Function
         return jax.tree.leaves(function(*args))
 
     return Function(run, jax.make_jaxpr(run)(*types), sums)
+
+
+def _has_forward_rules(jaxpr: Any) -> bool:
+    return any(
+        own.primitive.name == "custom_vjp_call"
+        or any(map(_has_forward_rules, core.jaxprs_in_params(own.params)))
+        for own in jaxpr.eqns
+    )
 
 
 def _with_axis(x: jax.ShapeDtypeStruct, size: int, axis: int) -> jax.ShapeDtypeStruct:

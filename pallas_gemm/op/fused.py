@@ -255,7 +255,8 @@ def _jvp(
     moves = [*of_sums(call, contraction, function, factors, of_factors), *changes]
 
     def compute(kept: Any = None) -> list[Any]:
-        own = function if kept is None else function.keeping_sums(kept)
+        own = function.as_derived
+        own = own if kept is None else own.keeping_sums(kept)
         return fused(call, contraction, own, *primals)
 
     return function.derivative(compute, factors[0].dtype, moves, tuple(given))

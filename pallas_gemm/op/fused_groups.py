@@ -64,6 +64,12 @@ class OfRows:
         """Returns the function with the sums, rounded, as more results."""
         return OfRows(self.function.keeping_sums(dtype), self.of_groups)
 
+    @functools.cached_property
+    def as_derived(self) -> "OfRows":
+        """The function where it is derived, as `Function` says."""
+        own = self.function.as_derived
+        return self if own is self.function else OfRows(own, self.of_groups)
+
     def spread(self, group: jax.Array, groups: int, given: Sequence[Any]) -> list[Any]:
         """Returns operands whose rows are those of the sums."""
         of_row = jnp.minimum(group, max(groups - 1, 0))
@@ -266,7 +272,8 @@ def _jvp(
     changes = [*_changes_of_sums(call, given, moves), *moves.others]
 
     def compute(kept: Any = None) -> list[Any]:
-        own = function if kept is None else function.keeping_sums(kept)
+        own = function.as_derived
+        own = own if kept is None else own.keeping_sums(kept)
         return fused_groups(call, own, *primals)
 
     def finished(*args: Any) -> list[Any]:

@@ -1,0 +1,64 @@
+"""Second derivatives of functions with a gradient of the user's own (`jax.custom_vjp`)."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_gemm import gemm, grouped_gemm
+from tests.reference import normal
+
+SIZES = np.array([3, 5], np.int32)
+
+
+@jax.custom_vjp
+def _twice(x: Any) -> Any:
+    """Twice a number, with a gradient that says otherwise."""
+    return x * 2
+
+
+_twice.defvjp(lambda x: (x * 2, x), lambda x, g: (jnp.clip(g, -1, 1) * jnp.cos(x),))
+
+
+def _after(x: Any) -> Any:
+    return jnp.tanh(_twice(x))
+
+
+BY_PRODUCT = {
+    "a function": lambda x, w: gemm(x, w[0], epilogue=_after),
+    "an activation": lambda x, w: gemm(x, w[0], activation=_after),
+    "groups": lambda x, w: grouped_gemm(x, w, SIZES, epilogue=_after),
+}
+BY_JAX = {
+    "a function": lambda x, w: _after(x @ w[0]),
+    "an activation": lambda x, w: _after(x @ w[0]),
+    "groups": lambda x, w: _after(jnp.concatenate([x[:3] @ w[0], x[3:] @ w[1]])),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        *((name, "forward") for name in BY_PRODUCT),
+        # JAX has no second gradient of a sum over groups.
+        *((name, "reverse") for name in BY_PRODUCT if name != "groups"),
+    ],
+)
+def test_a_derivative_is_derived_by_the_forward_rule(name: str, mode: str, rng: Any) -> None:
+    x, w = (0.3 * normal(rng, shape, jnp.float32) for shape in ((8, 16), (2, 16, 8)))
+
+    def derivatives(product: Any) -> Any:
+        gradients = jax.grad(lambda x, w: jnp.sum(jnp.square(product(x, w))), (0, 1))
+
+        def of_gradients(x: Any, w: Any) -> Any:
+            return sum(jnp.sum(jnp.square(own)) for own in gradients(x, w))
+
+        if mode == "forward":
+            return jax.jvp(gradients, (x, w), (jnp.cos(x), jnp.sin(w)))
+        return gradients(x, w), jax.grad(of_gradients, (0, 1))(x, w)
+
+    found, expected = (jax.tree.leaves(derivatives(by[name])) for by in (BY_PRODUCT, BY_JAX))
+    for own, wanted in zip(found, expected, strict=True):
+        np.testing.assert_allclose(own, wanted, atol=2e-4, rtol=1e-4)
