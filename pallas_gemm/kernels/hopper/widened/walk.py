@@ -1,7 +1,7 @@
 """Which tiles a CTA computes: rows and columns are those of the transposed product.
 
-    products         columns of tiles follow each other, then rows, then the products of a batch;
-                     rows first where the weights have fewer bytes than the other operand
+    products         columns of tiles follow each other, then rows, then the products of a batch.
+                     If the weights have fewer bytes than the other operand, rows come first
     rows in groups   each group has columns of tiles of its own. They follow each other, then rows,
                      then groups. A CTA adds up the sizes of groups to know the number of columns.
                      Rows in no group have such tiles, too: they are zeros. A CTA beyond all tiles
