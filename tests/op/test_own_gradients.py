@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import gemm, grouped_gemm
+from pallas_gemm import accelerate, gemm, grouped_gemm, target
 from tests.reference import normal
 
 SIZES = np.array([3, 5], np.int32)
@@ -28,7 +28,7 @@ def _after(x: Any) -> Any:
 
 BY_PRODUCT = {
     "a function": lambda x, w: gemm(x, w[0], epilogue=_after),
-    "an activation": lambda x, w: gemm(x, w[0], activation=_after),
+    "an activation": lambda x, w: gemm(x, w[0], activation=jax.jit(_after)),
     "groups": lambda x, w: grouped_gemm(x, w, SIZES, epilogue=_after),
 }
 BY_JAX = {
@@ -62,3 +62,14 @@ def test_a_derivative_is_derived_by_the_forward_rule(name: str, mode: str, rng: 
     found, expected = (jax.tree.leaves(derivatives(by[name])) for by in (BY_PRODUCT, BY_JAX))
     for own, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, wanted, atol=2e-4, rtol=1e-4)
+
+
+def test_what_accelerate_folds_is_derived_so_too() -> None:
+    def loss(x: Any, w: Any) -> Any:
+        return jnp.sum(jnp.square(_after(x @ w)))
+
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((4096, 1024), (1024, 4096))]
+    with target("h200"):
+        gradients = jax.grad(accelerate(loss), (0, 1))
+        second = jax.jit(lambda x, w: jax.jvp(gradients, (x, w), (x, w))).trace(*shapes)
+        assert "pallas_gemm" in second.lower(lowering_platforms=("cuda",)).as_text()
