@@ -277,12 +277,18 @@ def coding(config: GemmConfig, problem: Problem, bits: int = TABLE_BITS) -> Codi
     return Coding(config.grid(problem)[0] if problem.batch > 1 else None, bits)
 
 
+def sums_last(problem: Problem) -> bool:
+    """Whether sums over groups are of operands stored with the contracted dimension last."""
+    return problem.ragged_k and not problem.transpose_a
+
+
 def sums_begin(config: GemmConfig, problem: Problem) -> int:
     """Returns the number whose multiples the loads of a group begin with, where it is summed over.
 
-    Blocks are those of all groups: with them, each step begins with a block.
+    Where the contracted dimension is stored last, each step begins with a multiple of its length.
+    So steps begin with a block, because the blocks are those of all groups.
     """
-    return ROWS_READ if problem.blocks is None else config.tile_k(problem)
+    return config.tile_k(problem) if sums_last(problem) else ROWS_READ
 
 
 def deal(entries: np.ndarray, workers: int) -> np.ndarray:

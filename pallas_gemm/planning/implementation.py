@@ -55,7 +55,7 @@ def _of_plan(decision: Decision, plan: Plan, call: Call) -> Callable[..., Any]:
         kernel = functools.partial(_converted, realigned, dtype, kernel)
     if isinstance(call, GroupedCall) or call.epilogue.program is not None:
         if realigned.steps:
-            kernel = functools.partial(_turned, realigned, kernel)
+            kernel = functools.partial(_of_factors, realigned, kernel)
         if isinstance(call, GroupedCall) and realigned.unfused is not None:
             return functools.partial(_unfused_groups, call, kernel)
         return kernel
@@ -92,13 +92,14 @@ def _as_elements_fit(
     return lax.cond(halves.fit(*measured, alone=alone), scaled, looked_at_closely)
 
 
-def _turned(realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
-    """Turns factors, which come first."""
+def _of_factors(realigned: Realigned, kernel: Callable[..., Any], *operands: Any) -> Any:
+    """Prepares factors, which come first, and restores the result."""
     ready = list(operands)
     for step in realigned.steps:
-        place = FACTORS.index(step.operand)
-        ready[place] = step.apply(ready[place])
-    return kernel(*ready)
+        if step.operand != "result":
+            place = FACTORS.index(step.operand)
+            ready[place] = step.apply(ready[place])
+    return realigned.restore(kernel(*ready))
 
 
 def _converted(realigned: Realigned, dtype: Any, kernel: Callable[..., Any], *operands: Any) -> Any:

@@ -178,7 +178,7 @@ def realign_groups(
 ) -> Realigned | tuple[str, ...]:
     """Returns what a kernel computes of a product of groups, or why it cannot.
 
-    Rows are taken as they are. The matrices may be turned, which are the same in many calls.
+    Rows in groups are taken as they are. No columns are added to a product with an epilogue.
 
     Args:
         problem: The product.
@@ -187,19 +187,21 @@ def realign_groups(
         refusals: Says why the kernel refuses a problem.
     """
     refused = (unfused,) if unfused else tuple(refusals(problem))
-    ways: list[tuple[Problem, str | None]] = [] if unfused else [(problem, None)]
+    variants: list[tuple[Problem, str | None]] = [] if unfused else [(problem, None)]
     if bare is not None and not problem.epilogue.is_identity:
-        ways.append((bare, "; ".join(refused)))
-    for own, why in ways:
+        variants.append((bare, "; ".join(refused)))
+    for own, why in variants:
         if not tuple(refusals(own)):
             return Realigned(own, unfused=why)
-        if own.ragged_k:
-            continue
-        turned = dataclasses.replace(own, transpose_b=not own.transpose_b)
-        others = tuple(refusals(turned))
-        if not others:
-            return Realigned(turned, tuple(_remedy_steps(own, turned)[0]), unfused=why)
-        refused = min(refused, others, key=len)
+        ways: list[Realigned] = []
+        for remedied in _remedies_of_groups(own):
+            others = tuple(refusals(remedied))
+            refused = min(refused, others or refused, key=len)
+            if not others:
+                steps = itertools.chain(*_remedy_steps(own, remedied))
+                ways.append(Realigned(remedied, tuple(steps), unfused=why))
+        if ways:
+            return min(ways, key=lambda way: (way.cost, len(way.steps)))
     return refused
 
 
@@ -307,6 +309,18 @@ def _remedies(problem: Problem) -> Iterator[Problem]:
         if (m, n) != whole:
             yield dataclasses.replace(larger, kept=whole)
         yield larger
+
+
+def _remedies_of_groups(problem: Problem) -> Iterator[Problem]:
+    """Yields the same of a product of groups, but for what has to stay as it is."""
+    fixed = ["m", "transpose_a"] if problem.groups else []
+    if problem.blocks:
+        fixed += ["m", "n", "k"]
+    elif not problem.epilogue.is_identity:
+        fixed.append("n")
+    for remedied in _remedies(problem):
+        if all(getattr(remedied, name) == getattr(problem, name) for name in fixed):
+            yield remedied
 
 
 def _longer_sums(problem: Problem) -> list[int]:

@@ -238,12 +238,6 @@ def of_call(call: Call, signature: Signature) -> Scheme | None:
     dtypes = tuple(dtype for _, dtype in signature[:2])
     if not isinstance(call, GroupedCall):
         return scheme(call.precision, dtypes)
-    narrow = set(dtypes) <= FLOATS_16 | {SINGLE} and not call.epilogue.blocks
-    if call.contracted and SINGLE in dtypes and narrow:
-        # Kernels read [k, m] and [k, n] of 16 bits alone; three products err less than one of tf32.
-        simple = isinstance(call.precision, tuple) and lax.Precision.HIGHEST not in call.precision
-        if simple or call.precision in (None, _PRESET.DEFAULT, _PRESET.TF32_TF32_F32):
-            return Scheme("BF16_BF16_F32_X3", BFLOAT16, THREE, apart=True)
     own = scheme(call.precision, dtypes)
     if own is None or not own.terms:
         return own

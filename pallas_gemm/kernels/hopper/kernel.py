@@ -79,6 +79,7 @@ from pallas_gemm.kernels.hopper.along_k.product import (
     CutAlongKInBlocks,
     Relayed,
     RelayedInBlocks,
+    RelayedLast,
 )
 from pallas_gemm.kernels.hopper.cta import (
     CLUSTER,
@@ -100,6 +101,7 @@ from pallas_gemm.kernels.hopper.groups.product import (
     RowsInGroupsInBlocks,
     SumsOverGroups,
     SumsOverGroupsInBlocks,
+    SumsOverLast,
 )
 from pallas_gemm.kernels.hopper.plan import HopperPlan
 from pallas_gemm.kernels.ptx import tf32
@@ -112,9 +114,11 @@ def product_of(plan: HopperPlan) -> type[Product]:
     if plan.problem.groups:
         plain, in_blocks = RowsInGroups, RowsInGroupsInBlocks
     elif plan.relay:
-        plain, in_blocks = Relayed, RelayedInBlocks
+        plain = RelayedLast if work.sums_last(plan.problem) else Relayed
+        in_blocks = RelayedInBlocks
     elif plan.problem.ragged_k:
-        plain, in_blocks = SumsOverGroups, SumsOverGroupsInBlocks
+        plain = SumsOverLast if work.sums_last(plan.problem) else SumsOverGroups
+        in_blocks = SumsOverGroupsInBlocks
     elif plan.joins:
         plain, in_blocks = CutAlongK, CutAlongKInBlocks
     elif plan.problem.arrays:

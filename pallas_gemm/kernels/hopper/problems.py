@@ -92,7 +92,7 @@ def _block_refusals(problem: Problem) -> Iterator[str]:
 
 def _ragged_refusals(problem: Problem) -> Iterator[str]:
     """Yields which sums over groups the kernel does not take."""
-    last = problem.blocks is not None
+    last = problem.blocks is not None or problem.a_dtype not in element_types.FLOATS_16
     stored = (problem.transpose_a, problem.transpose_b) == (not last, last)
     if not stored or problem.transpose_out or problem.terms or problem.sums > 1:
         shapes = "[m, k] and [n, k]" if last else "[k, m] and [k, n]"

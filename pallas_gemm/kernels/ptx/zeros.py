@@ -69,7 +69,7 @@ def _(ref: Ref, part: Any, rows: Rows) -> None:
 
 @Operation
 def zero_columns(ref: Ref, columns: Rows) -> None:
-    """Zeroes columns of `[rows, 128]` of 8 bits: each thread 16 bytes of every sixteenth row."""
+    """Zeroes columns of rows of 128 bytes: each thread 16 bytes of every sixteenth row."""
     words, each = 4, WARPGROUP_THREADS * WORD
     masks = [
         f"""
@@ -113,7 +113,8 @@ def zero_columns(ref: Ref, columns: Rows) -> None:
     def inline(_: Any, ref: Ref, *numbers: Any) -> None:
         utils.inline_ptx(program, address_of(ref), *map(word_of, numbers), has_side_effects=True)
 
-    inline(ref, *columns)
+    size = jnp.dtype(ref.dtype).itemsize
+    inline(ref, *(column * size for column in columns) if size > 1 else columns)
 
 
 @zero_columns.meaning

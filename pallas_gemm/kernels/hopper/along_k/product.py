@@ -10,7 +10,11 @@ from pallas_gemm.kernels import place, work
 from pallas_gemm.kernels.hopper.along_k import join, relay
 from pallas_gemm.kernels.hopper.dense import in_blocks, late_store, multiply
 from pallas_gemm.kernels.hopper.dense.product import Product, Span
-from pallas_gemm.kernels.hopper.groups.product import SumsOverGroups, SumsOverGroupsInBlocks
+from pallas_gemm.kernels.hopper.groups.product import (
+    SumsOverGroups,
+    SumsOverGroupsInBlocks,
+    SumsOverLast,
+)
 from pallas_gemm.kernels.traced import Scalar, Values
 
 
@@ -85,6 +89,10 @@ class Relayed(SumsOverGroups):
         """See `Product`."""
         total, slot = super().add_up(me, piece, steps, stores)
         return relay.run(self.cta, me, piece, total), slot
+
+
+class RelayedLast(Relayed, SumsOverLast):
+    """The same of operands stored with the contracted dimension last."""
 
 
 class RelayedInBlocks(Relayed, SumsOverGroupsInBlocks):

@@ -99,11 +99,10 @@ class SumsOverGroups(InGroups):
         return short_step.add(self.cta, me, divided, mask, done)
 
 
-class SumsOverGroupsInBlocks(SumsOverGroups, InBlocks):
-    """Besides, blocks of the factors have scales: both are stored with what is contracted last.
+class SumsOverLast(SumsOverGroups):
+    """Both operands are stored with the contracted dimension last.
 
-    Blocks are those of all groups, and so steps begin with a block. A step may have elements of
-    several groups: zeros take the place of those of others.
+    A step may have elements of several groups: zeros take the place of those of others.
     """
 
     def load(
@@ -117,13 +116,29 @@ class SumsOverGroupsInBlocks(SumsOverGroups, InBlocks):
         self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
     ) -> tuple[Any, Any]:
         """See `Product`."""
+        return multiply.add_up(self.cta, me, self._masked(me, piece, steps), stores)
+
+    def _masked(self, me: Scalar, piece: work.Piece, steps: multiply.Steps) -> multiply.Steps:
         within = piece.first_k, piece.end_k
         mask = functools.partial(group_sums.mask_last, self.cta, me, within)
-        steps = steps._replace(count=piece.steps, mask=mask)
-        begin = lax.div(self._origin(piece), jnp.int32(self.plan.tile_k))
-        at = tile_to_store(self.cta, piece, me)
-        return in_blocks.add_up(self.cta, me, at, steps, stores, begin)
+        return steps._replace(count=piece.steps, mask=mask)
 
     def _origin(self, piece: work.Piece) -> Any:
         """The first element that is loaded of a piece."""
         return work.aligned(piece.first_k, self.plan.tile_k)
+
+
+class SumsOverGroupsInBlocks(SumsOverLast, InBlocks):
+    """Besides, blocks of the factors have scales.
+
+    Blocks are those of all groups, and so steps begin with a block.
+    """
+
+    def add_up(
+        self, me: Scalar, piece: work.Piece, steps: multiply.Steps, stores: late_store.Stores
+    ) -> tuple[Any, Any]:
+        """See `Product`."""
+        steps = self._masked(me, piece, steps)
+        begin = lax.div(self._origin(piece), jnp.int32(self.plan.tile_k))
+        at = tile_to_store(self.cta, piece, me)
+        return in_blocks.add_up(self.cta, me, at, steps, stores, begin)
