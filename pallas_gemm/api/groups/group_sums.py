@@ -57,8 +57,8 @@ def group_sums(  # noqa: PLR0913 - each is a keyword
         col_scale: A scale for each block of `b`: `[k / g, n]` or `[k / g, n / c]`.
         preferred_element_type: As for `gemm`.
         precision: As for `gemm`.
-        transpose_b: `b` is stored `[n, k]`. With scales, and of 8 or 32 bits, kernels read it so.
-            Of 16 bits, they read `a` stored `[k, m]` and `b` stored `[k, n]`.
+        transpose_b: `b` is stored `[n, k]`. Kernels read it so if there are scales, or if elements
+            have 8 or 32 bits. Else they read `a` stored `[k, m]` and `b` stored `[k, n]`.
         schedule: As for `grouped_gemm`.
         config: As for `gemm`.
         implementation: As for `gemm`.
@@ -91,7 +91,7 @@ def group_sums(  # noqa: PLR0913 - each is a keyword
     factors = Factor("a", (), a.shape[0], k), Factor("b", (), columns, k)
     scales = _scales({SCALES[0]: row_scale, SCALES[1]: col_scale}, factors)
     # With scales the contracted dimension is last, and else first. A kernel of 8 or 32 bits
-    # transposes both again, of which XLA makes nothing.
+    # transposes both again: XLA makes no pass of two transpositions.
     last = scales.row_blocks is not None or scales.col_blocks is not None
     a, b = (a if last else a.T), (b if last == transpose_b else b.T)
     formula = Epilogue(
