@@ -85,8 +85,8 @@ def test_the_faster_one_computes_most_products_that_were_measured_both_ways() ->
         *((True, "21", "none", 9, 0.96, 1.19, 1.21), (True, "21", "gelu", 9, 0.96, 1.40, 1.41)),
         *((True, "22", "none", 16, 0.96, 1.33, 1.35), (True, "22", "gelu", 16, 0.96, 1.43, 1.44)),
         *((False, "21", "none", 9, 0.96, 1.32, 1.40), (False, "21", "gelu", 9, 0.96, 1.50, 1.51)),
-        # Two products of these run at 0.93 and 0.92 of XLA's speed.
-        *((False, "22", "none", 27, 0.92, 1.20, 1.26), (False, "22", "gelu", 27, 0.92, 1.37, 1.39)),
+        # One of these runs at 0.91 of XLA's speed.
+        *((False, "22", "none", 27, 0.99, 1.24, 1.29), (False, "22", "gelu", 27, 0.91, 1.41, 1.44)),
         (False, "32", "none", 28, 0.96, 1.12, 1.21),
     ],
 )
