@@ -68,7 +68,7 @@ DIMENSIONS = MappingProxyType({"a": "mk", "b": "kn", "up": "kn", **KINDS})
 """The dimensions of each operand if all products of a batch share it; if each product has its own,
 there is one more."""
 
-SCALE_OF = MappingProxyType({"a": "row_scale", "b": "col_scale"})
+SCALE_OF = MappingProxyType({"a": "row_scale", "b": "col_scale", "up": "up_scale"})
 """The operand with which the sums of a factor's rows, or columns, are scaled."""
 
 
@@ -168,12 +168,27 @@ class Call:
     @property
     def names(self) -> tuple[str, ...]:
         """The names of its operands, but for those of a program."""
-        factors = FACTORS if self.epilogue.gated else FACTORS[:2]
-        return (*factors, *self.epilogue.operands)
+        return (*self.factors, *self.epilogue.operands)
 
     def unpack(self, operands: Sequence[Any]) -> Operands:
         """Gives each operand its name; of a sum of products, those of the first."""
         return Operands(**dict(zip(self.names, operands, strict=False)))
+
+    def repacked(self, given: Operands, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """Returns what takes the place of operands, in their order."""
+        del operands
+        return given.present()
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The names of the operands that are multiplied."""
+        return FACTORS if self.epilogue.gated else FACTORS[:2]
+
+    @property
+    def contracted_axes(self) -> tuple[int, ...]:
+        """Which dimension of each factor is contracted."""
+        right = -1 if self.transpose_b else -2
+        return (-2 if self.transpose_a else -1, right, right)[: len(self.factors)]
 
     def each_sum(self, given: Operands) -> list[Operands]:
         """Returns what each of its sums takes of the factors and of the values of their blocks."""
@@ -321,20 +336,26 @@ class GroupedCall(Call):
 
     def unpack(self, operands: Sequence[Any]) -> Operands:
         """Gives each operand but the sizes its name."""
-        return super().unpack((*operands[: self._factors], *operands[self._factors + 1 :]))
+        return super().unpack((*operands[: len(self.factors)], *operands[len(self.factors) + 1 :]))
 
     def sizes(self, operands: Sequence[Any]) -> Any:
         """Returns the sizes of the groups among the operands."""
-        return operands[self._factors]
+        return operands[len(self.factors)]
+
+    def repacked(self, given: Operands, operands: Sequence[Any]) -> tuple[Any, ...]:
+        """See `Call`."""
+        return self.packed(given, self.sizes(operands))
+
+    @property
+    def contracted_axes(self) -> tuple[int, ...]:
+        """See `Call`."""
+        left, *right = super().contracted_axes
+        return (right[0] if self.contracted else left, *right)
 
     def packed(self, given: Operands, sizes: Any) -> tuple[Any, ...]:
         """Returns operands in their order."""
         every = given.present()
-        return (*every[: self._factors], sizes, *every[self._factors :])
-
-    @property
-    def _factors(self) -> int:
-        return 3 if self.epilogue.gated else 2
+        return (*every[: len(self.factors)], sizes, *every[len(self.factors) :])
 
     def problem(self, signature: Signature) -> Problem:
         """Returns the problem that operands of these shapes and types pose."""
@@ -348,11 +369,11 @@ class GroupedCall(Call):
             own["transpose_a"] = not last
         else:
             (m, n), k = self.matrix_shape(a_shape, b_shape), a_shape[1]
-            own = {"groups": groups, "epilogue": self.epilogue.of_whole_sums}
-            own["parts"] = self.options.parts
+            own = {"groups": groups, "parts": self.options.parts}
         blocks = self.blocks(self.unpack(signature), m, n, k)
         types = a_dtype, b_dtype, self.out_dtype
-        return Problem(m, n, k, *types, transpose_b=self.transpose_b, blocks=blocks, **own)
+        own |= {"epilogue": self.epilogue.of_whole_sums, "blocks": blocks}
+        return Problem(m, n, k, *types, transpose_b=self.transpose_b, **own)
 
 
 @dataclasses.dataclass(frozen=True)

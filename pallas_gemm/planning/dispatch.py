@@ -14,7 +14,7 @@ from jax.export import is_symbolic_dim
 from pallas_gemm.call import Call, Options, Signature, SymmetricCall
 from pallas_gemm.kernels.element_types import BITS, SINGLE
 from pallas_gemm.planning import architectures as known_kernels
-from pallas_gemm.planning import numerics, plans, prediction, proof
+from pallas_gemm.planning import halves, numerics, plans, prediction, proof
 from pallas_gemm.planning.architectures import Architecture, architecture_of
 from pallas_gemm.planning.by_xla import copies, odd_sizes, xla_faster, xla_time
 from pallas_gemm.planning.choice import Reasons
@@ -26,9 +26,6 @@ OTHER_GPU = "it needs compute capability"
 WIDENED_ROWS = 16384
 """With fewer rows the kernel for weights of few bits is faster. In int4 with groups of 128, 8192 x
 14336 x 4096 takes 1290 us on an H200, and 1380 by XLA. 16384 x 2048 x 2048 takes 183 and 181."""
-ONE_HALF_AT_MOST = 0.9
-"""One product of float16 in place of TF32 may be predicted to take this share of XLA's time. Where
-elements differ too much, XLA computes it after all, some passes later."""
 HALF_AT_MOST = 0.95
 """Half of a symmetric result may be predicted to take this share of the time of the whole."""
 
@@ -261,7 +258,7 @@ def _why_not_prepared(plan: Plan, by_xla: float) -> str | None:
     """Returns why XLA is predicted to be as fast as a kernel with what is done around it."""
     scheme = plan.realigned.scheme
     is_one = plan.otherwise is not None and scheme is not None and not scheme.terms
-    most = ONE_HALF_AT_MOST if is_one else 1
+    most = halves.ALONE_AT_MOST if is_one else 1
     if plan.seconds < most * by_xla:
         return None
     how = " with what prepares operands" if plan.realigned.passes else ""

@@ -31,6 +31,8 @@ another scheme, in the same program.
 """
 
 import dataclasses
+import functools
+import operator
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,7 +41,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from pallas_gemm.call import SCALE_OF, Call, Operands, Signature
+from pallas_gemm.call import SCALE_OF, Call, Signature
 from pallas_gemm.kernels.element_types import SINGLE
 
 Reduced = tuple[jax.Array, Callable[[Any, Any], Any]]
@@ -47,6 +49,9 @@ Reduced = tuple[jax.Array, Callable[[Any, Any], Any]]
 DECIDING_SECONDS = 55e-6
 """Measuring both operands and deciding take this. Beside products of bfloat16, fifteen products of
 2^33 to 2^34 multiplications took 34 to 82 us more than predicted on an H200, 52 in the mean."""
+ALONE_AT_MOST = 0.9
+"""One product of float16 may be predicted to take this share of the time that TF32 takes. Where
+elements differ too much, TF32 follows after all, some passes later."""
 TOP = 14
 """The exponent of the largest element of a row once it is scaled: float16 ends at 2**16."""
 LONGEST_DISTANCE = 21
@@ -118,28 +123,28 @@ def measure(x: jax.Array, axis: int, *, alone: bool) -> Measured:
     return Measured(largest, jnp.max(jnp.sqrt(largest) * total) / x.shape[axis])
 
 
-def fit(left: Measured, right: Measured, *, alone: bool) -> jax.Array:
-    """Returns whether it is sure that two operands lose no more than another scheme does."""
+def fit(left: Measured, *right: Measured, alone: bool) -> jax.Array:
+    """Returns whether it is sure that operands lose no more than another scheme does."""
+    roots = functools.reduce(jnp.maximum, (own.roots for own in right))
     if alone:
-        fits = jnp.maximum(left.roots, right.roots) < 2.0 ** (ALONE_DISTANCE / 2)
+        fits = jnp.maximum(left.roots, roots) < 2.0 ** (ALONE_DISTANCE / 2)
     else:
-        fits = _meet(left.roots * right.roots, 2)
-    return left.in_range & right.in_range & fits
+        fits = _meet(left.roots * roots, 2)
+    return _in_range(left, *right) & fits
 
 
 def closely(
-    x: jax.Array, y: jax.Array, axes: tuple[int, int], known: tuple[Measured, Measured]
+    factors: Sequence[jax.Array], axes: Sequence[int], known: Sequence[Measured]
 ) -> jax.Array:
     """Returns whether they lose no more where some elements are 0.
 
     Args:
-        x: The left operand.
-        y: The right one.
+        factors: The left operand, and the right ones.
         axes: Their contracted dimensions.
         known: Their sizes.
     """
     spreads, shares = [], []
-    for operand, axis, own in zip((x, y), axes, known, strict=True):
+    for operand, axis, own in zip(factors, axes, known, strict=True):
         size, steps = jnp.abs(operand.astype(SINGLE)), operand.shape[axis]
         # No t is beyond this, and so no element counts for more. One number for all rows is no
         # operand that XLA would store the result for.
@@ -149,8 +154,15 @@ def closely(
         count, total = _reduced((lax.sign(size), lax.add), (roots, lax.add), axis)
         shares.append(jnp.min(jnp.where(own.largest > 0, count, steps)) / steps)
         spreads.append(jnp.max(jnp.sqrt(own.largest) * total) / steps)
-    meet = _meet(spreads[0] * spreads[1], shares[0] + shares[1])
-    return known[0].in_range & known[1].in_range & meet
+    spread, share = (
+        functools.reduce(jnp.maximum, spreads[1:]),
+        functools.reduce(jnp.minimum, shares[1:]),
+    )
+    return _in_range(*known) & _meet(spreads[0] * spread, shares[0] + share)
+
+
+def _in_range(*known: Measured) -> jax.Array:
+    return functools.reduce(operator.and_, (own.in_range for own in known))
 
 
 def _roots(size: jax.Array) -> jax.Array:
@@ -191,41 +203,45 @@ def split(x: jax.Array) -> tuple[jax.Array, ...]:
 
 def scaled(call: Call) -> Call:
     """Returns the call whose rows and columns have scales."""
-    both: dict[str, Any] = dict.fromkeys(SCALE_OF.values(), True)
-    epilogue = dataclasses.replace(call.epilogue, **both)
+    every: dict[str, Any] = {SCALE_OF[factor]: True for factor in call.factors}
+    epilogue = dataclasses.replace(call.epilogue, **every)
     return dataclasses.replace(call, epilogue=epilogue)
 
 
 def scaled_signature(call: Call, signature: Signature) -> Signature:
     """Returns the signature of `scaled`."""
     given = call.unpack(signature)
-    for (factor, name), axis in zip(SCALE_OF.items(), _axes(call), strict=True):
-        own, theirs = _less(getattr(given, factor)[0], axis), getattr(given, name)
+    for factor, axis in zip(call.factors, call.contracted_axes, strict=True):
+        own, theirs = _less(getattr(given, factor)[0], axis), getattr(given, SCALE_OF[factor])
         shape = own if theirs is None else max(own, theirs[0], key=len)
-        given = given._replace(**{name: (shape, SINGLE)})
-    return given.present()
+        given = given._replace(**{SCALE_OF[factor]: (shape, SINGLE)})
+    return call.repacked(given, signature)
 
 
-def measured(call: Call, operands: Any, *, alone: bool) -> tuple[Measured, Measured]:
+def measured(call: Call, operands: Any, *, alone: bool) -> tuple[Measured, ...]:
     """Returns the sizes of the elements of a call's factors."""
-    given, (left, right) = call.unpack(operands), _axes(call)
-    return measure(given.a, left, alone=alone), measure(given.b, right, alone=alone)
+    factors = zip(_factors(call, operands), call.contracted_axes, strict=True)
+    return tuple(measure(x, axis, alone=alone) for x, axis in factors)
 
 
-def looked_at_closely(call: Call, operands: Any, known: tuple[Measured, Measured]) -> jax.Array:
+def looked_at_closely(call: Call, operands: Any, known: Sequence[Measured]) -> jax.Array:
     """Returns whether the factors of a call fit that may not have passed at once."""
-    given = call.unpack(operands)
-    return closely(given.a, given.b, _axes(call), known)
+    return closely(_factors(call, operands), call.contracted_axes, known)
 
 
-def scaled_operands(call: Call, operands: Any, known: tuple[Measured, Measured]) -> Operands:
+def scaled_operands(call: Call, operands: Any, known: Sequence[Measured]) -> tuple[Any, ...]:
     """Returns the operands of `scaled`."""
     given, found = call.unpack(operands), {}
-    for (factor, name), axis, own in zip(SCALE_OF.items(), _axes(call), known, strict=True):
-        theirs, x = getattr(given, name), getattr(given, factor).astype(SINGLE)
-        found[name] = own.undone if theirs is None else _times(theirs.astype(SINGLE), own.undone)
-        found[factor] = x * jnp.expand_dims(own.scale, axis)
-    return given._replace(**found)
+    for factor, axis, own in zip(call.factors, call.contracted_axes, known, strict=True):
+        x, theirs = getattr(given, factor).astype(SINGLE), getattr(given, SCALE_OF[factor])
+        scale = own.undone if theirs is None else _times(theirs.astype(SINGLE), own.undone)
+        found |= {factor: x * jnp.expand_dims(own.scale, axis), SCALE_OF[factor]: scale}
+    return call.repacked(given._replace(**found), operands)
+
+
+def _factors(call: Call, operands: Any) -> list[jax.Array]:
+    given = call.unpack(operands)
+    return [getattr(given, factor) for factor in call.factors]
 
 
 def _times(x: jax.Array, y: jax.Array) -> jax.Array:
@@ -233,11 +249,6 @@ def _times(x: jax.Array, y: jax.Array) -> jax.Array:
     rank = max(x.ndim, y.ndim)
     x, y = (jnp.expand_dims(z, 0) if z.ndim < rank else z for z in (x, y))
     return x * y
-
-
-def _axes(call: Call) -> tuple[int, int]:
-    """Returns which dimension of each factor is contracted."""
-    return -2 if call.transpose_a else -1, -1 if call.transpose_b else -2
 
 
 def _less(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:

@@ -34,11 +34,12 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
 def by_xla_otherwise(plan: Plan, call: Call) -> bool:
     """Whether XLA computes a product whose elements do not fit in arrays of float16.
 
-    No second kernel is compiled for one product of TF32, which XLA computes as fast. But only
-    kernels keep promises, and a kernel may be named.
+    No second kernel is compiled for one product of TF32, which XLA computes as fast but for groups.
+    But only kernels keep promises, and a kernel may be named.
     """
-    asks_for_kernel = call.options.implementation is not None or call.options.numerics is not None
-    return _is_alone(plan) and not asks_for_kernel
+    options = call.options
+    asks_for_kernel = options.implementation is not None or options.numerics is not None
+    return _is_alone(plan) and not asks_for_kernel and not isinstance(call, GroupedCall)
 
 
 def _is_alone(plan: Plan) -> bool:
@@ -82,7 +83,7 @@ def _as_elements_fit(
 
     def scaled() -> Any:
         # What an operand is multiplied by belongs to the pass that splits it.
-        return quick(*halves.scaled_operands(call, operands, measured).present())
+        return quick(*halves.scaled_operands(call, operands, measured))
 
     def looked_at_closely() -> Any:
         fits = halves.looked_at_closely(call, operands, measured)

@@ -8,7 +8,7 @@ import functools
 
 import numpy as np
 
-from pallas_gemm.call import FACTORS, NO_EPILOGUE, Call, Options, Signature
+from pallas_gemm.call import FACTORS, NO_EPILOGUE, Call, GroupedCall, Options, Signature
 from pallas_gemm.config import GemmConfig
 from pallas_gemm.device import Device
 from pallas_gemm.kernels.functions import activations
@@ -117,6 +117,9 @@ def _in_float16(
     if quick is None or quick.realigned.unfused is not None:
         return None
     seconds = quick.seconds + halves.DECIDING_SECONDS
+    # Others are compared with XLA, which multiplies them as TF32 where elements do not fit.
+    if isinstance(call, GroupedCall) and seconds > halves.ALONE_AT_MOST * other.seconds:
+        return None
     return dataclasses.replace(quick, seconds=seconds, otherwise=other)
 
 

@@ -317,7 +317,7 @@ def _remedies_of_groups(problem: Problem) -> Iterator[Problem]:
     if problem.blocks:
         fixed += ["m", "n", "k"]
     elif not problem.epilogue.is_identity:
-        fixed.append("n")
+        fixed += ["m", "n"]
     for remedied in _remedies(problem):
         if all(getattr(remedied, name) == getattr(problem, name) for name in fixed):
             yield remedied

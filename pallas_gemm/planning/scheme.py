@@ -261,8 +261,8 @@ def in_float16(call: Call, own: Scheme | None, dtypes: Sequence[np.dtype]) -> Sc
     if call.precision == _PRESET.TF32_TF32_F32:
         return None
     is_named = (options.config, options.schedule) != (None, None)
-    is_other = isinstance(call, SumCall | SymmetricCall | GroupedCall)
-    has_more = epilogue.gated or epilogue.program is not None or bool(epilogue.blocks)
+    is_other = isinstance(call, SumCall | SymmetricCall)
+    has_more = epilogue.program is not None or bool(epilogue.blocks)
     if own is None and set(dtypes) == {SINGLE}:
         own = _TF32
     if own is None or own.name not in _IN_FLOAT16 or is_named or is_other or has_more:
@@ -270,6 +270,8 @@ def in_float16(call: Call, own: Scheme | None, dtypes: Sequence[np.dtype]) -> Sc
     if options.parts:
         return None
     terms = _IN_FLOAT16[own.name]
+    if terms and (epilogue.gated or isinstance(call, GroupedCall)):
+        return None
     return Scheme(own.name, HALF, terms, SHORTEST_SUM if terms else 0, otherwise=own)
 
 

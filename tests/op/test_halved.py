@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import explain, gemm
+from pallas_gemm import explain, gated_gemm, gemm
 from pallas_gemm.planning import halves
 from tests import reference
 from tests.planning.test_halves import CLOSELY, MEASURE
@@ -49,7 +49,7 @@ def terms(product: Any, *operands: Any) -> tuple[int, bool]:
     a, b = operands[:2]
     count = len(plan.realigned.problem.terms)
     known = MEASURE(a, -1, alone=not count), MEASURE(b, -2, alone=not count)
-    fits = halves.fit(*known, alone=not count) | CLOSELY(a, b, (-1, -2), known)
+    fits = halves.fit(*known, alone=not count) | CLOSELY((a, b), (-1, -2), known)
     return count, bool(fits) and plan.otherwise is not None
 
 
@@ -80,6 +80,19 @@ def test_one_product_rounds_as_tf32_does() -> None:
     )
     assert np.all(error <= 2.0**-10 * sizes)
     assert np.any(error > 2.0**-15 * sizes)
+
+
+def test_both_factors_of_a_gate_are_scaled() -> None:
+    a, b, up = uneven(0, M, K), uneven(1, K, N, seed=1), uneven(1, K, N, seed=2)[:, ::-1]
+    # float32 holds products of two sums if rows are from 1 to 1e15.
+    scale = 1 / jnp.sqrt(jnp.max(jnp.abs(a), 1) / jnp.max(jnp.abs(a)))
+    product = functools.partial(gated_gemm, activation="relu", implementation="interpret")
+    assert terms(lambda a, b: product(a, b, up), a, b) == (0, True)
+    left, *right = map(reference.wide, (a * scale[:, None], b, up))
+    gate, other = (left @ own for own in right)
+    error = np.abs(reference.wide(product(a * scale[:, None], b, up)) - np.maximum(gate, 0) * other)
+    sizes = [np.abs(left) @ np.abs(own) for own in right]
+    assert np.all(error <= 2.0**-8 * sizes[0] * sizes[1])
 
 
 def test_operands_of_which_half_is_0() -> None:

@@ -19,7 +19,7 @@ from tests import reference
 K = 1024
 # JAX would compile their reductions each time that they are not part of a program.
 MEASURE = jax.jit(halves.measure, static_argnums=1, static_argnames="alone")
-CLOSELY = jax.jit(halves.closely, static_argnums=2)
+CLOSELY = jax.jit(halves.closely, static_argnums=1)
 LOST = 2.0**-23, 2.0**-50
 """Of an element, as a share of itself or of the largest one."""
 TERMS = {"three": ((1, 0), (0, 1), (0, 0)), "four": ((1, 1), (1, 0), (0, 1), (0, 0))}
@@ -54,7 +54,7 @@ def fits(x: np.ndarray, y: np.ndarray, *, alone: bool = False) -> tuple[bool, bo
     a, b = jnp.asarray(x), jnp.asarray(y.T)
     known = MEASURE(a, 1, alone=alone), MEASURE(b, 0, alone=alone)
     surely = bool(halves.fit(*known, alone=alone))
-    found = surely or bool(CLOSELY(a, b, (1, 0), known))
+    found = surely or bool(CLOSELY((a, b), (1, 0), known))
     return found, surely
 
 
@@ -234,6 +234,7 @@ def test_what_is_named_or_promised_is_of_bfloat16() -> None:
     assert named.realigned.scheme is None
     gated = functools.partial(gated_gemm, precision="highest", activation="silu")
     assert scheme_of(gated, x, x, x) == "6 of bfloat16"
+    assert scheme_of(functools.partial(gated_gemm, activation="silu"), x, x, x) == "0 of float16"
 
 
 @pytest.mark.parametrize(

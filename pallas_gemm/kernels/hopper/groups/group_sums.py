@@ -1,15 +1,18 @@
 """Sums over groups: what a step loads beyond its group is no part of the sum.
 
-Both operands are stored with the contracted elements first, and groups begin and end anywhere. A
-group takes `parts` of 16 of each step: loads begin with a row of 8, and end with the part in which
-the group ends (`short_step.py`). So the first part and the last one may have elements of its
-neighbours, which may be infinite or no numbers at all: zeros are stored in their place, in both
-operands, before they are multiplied.
+Operands of 16 bits are stored with the contracted elements first, and groups begin and end
+anywhere. A group takes `parts` of 16 of each step: loads begin with a row of 8, and end with the
+part in which the group ends (`short_step.py`). So the first part and the last one may have elements
+of its neighbours, which may be infinite or no numbers at all: zeros are stored in their place, in
+both operands, before they are multiplied.
 
 A slot is made of panels, in which a contracted element has a row of 128 bytes. Swizzling changes
 places within such a row alone, so that a whole one is zeroed wherever its elements are. Each
 consumer zeroes all that it reads: to share what all read, they would have to wait for each other,
 which takes longer.
+
+All others are stored with them last: a step begins with a multiple of its length, and columns of a
+slot are zeroed.
 """
 
 import functools
