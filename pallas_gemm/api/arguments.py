@@ -1,5 +1,6 @@
 """Checks of arguments: each error names the argument, its value and what is legal."""
 
+import contextlib
 import difflib
 import functools
 import numbers
@@ -62,6 +63,26 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}: {value!r:.80}")
     return bool(value)
+
+
+def axis_size(axis_name: Any, *, several: bool = False) -> int:
+    """Returns how many devices there are along an axis of a mesh.
+
+    Args:
+        axis_name: The axis.
+        several: It may be a tuple of axes.
+
+    Raises:
+        ValueError: No `shard_map` around the call has it, or it is not one axis.
+    """
+    if several or isinstance(axis_name, str):
+        # JAX calls a name unbound; a number is an axis of an array to it.
+        with contextlib.suppress(NameError, KeyError, ValueError):
+            return jax.lax.axis_size(axis_name)
+    legal = "one axis or a tuple of axes" if several else "one axis"
+    raise ValueError(
+        f"axis_name={axis_name!r} must name {legal} of a `jax.shard_map` around the call"
+    )
 
 
 def matmul_shapes(a: Any, b: Any, transpose_a: bool, transpose_b: bool, right: str = "b") -> None:

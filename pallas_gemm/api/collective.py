@@ -10,7 +10,6 @@ derivative of one is the other:
 The kernel sends and receives while it multiplies, wherever it can (`fused_collective`).
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -81,14 +80,15 @@ def all_gather_gemm(  # noqa: PLR0913 - each is a keyword
         }
         multiply = functools.partial(all_gather_gemm, axis_name=axis_name, **how)
         return function.after(multiply, (a, b), epilogue, operands, words)
+    transpose_b = arguments.flag("transpose_b", transpose_b)
     a, b = arguments.array("a", a), arguments.array("b", b)
     columns = _check_factors(a, b, transpose_b)
     bias = extras.vector("bias", bias, "n", extras.Result((), a.shape[-2], columns))
     dtype = arguments.result_type(a, b, preferred_element_type).dtype
-    _axis_size(axis_name)
+    arguments.axis_size(axis_name)
     group = _Group(
         axis_name,
-        bool(transpose_b),
+        transpose_b,
         dtype,
         _sums_dtype(a, b, dtype),
         precision,
@@ -143,16 +143,17 @@ def gemm_reduce_scatter(
         multiply = functools.partial(gemm_reduce_scatter, axis_name=axis_name, **how)
         words = {"preferred_element_type": preferred_element_type}
         return function.after(multiply, (a, b), epilogue, operands, words)
+    transpose_b = arguments.flag("transpose_b", transpose_b)
     a, b = arguments.array("a", a), arguments.array("b", b)
     _check_factors(a, b, transpose_b)
-    size = _axis_size(axis_name)
+    size = arguments.axis_size(axis_name)
     if a.shape[-2] % size:
         raise ValueError(
             f"the rows of a must be a multiple of the {size} devices along axis_name={axis_name!r},"
             f" got {a.shape[-2]}"
         )
     dtype = arguments.result_type(a, b, preferred_element_type).dtype
-    group = _Group(axis_name, bool(transpose_b), dtype, _sums_dtype(a, b, dtype), precision)
+    group = _Group(axis_name, transpose_b, dtype, _sums_dtype(a, b, dtype), precision)
     a, b, _ = group.varying(a, b, None)
     return _scattered(group, a, b)
 
@@ -183,20 +184,6 @@ def _sums_dtype(a: jax.Array, b: jax.Array, out_dtype: Any) -> np.dtype:
     """Returns the type that sums travel in."""
     sums = xla.wide_dtype(a.dtype, b.dtype, out_dtype)
     return travelling_dtype(sums, out_dtype, reduction_dtype())
-
-
-def _axis_size(axis_name: Any) -> int:
-    """Returns how many devices there are along an axis.
-
-    Raises:
-        ValueError: No `shard_map` around the call has it, or it is not one axis.
-    """
-    if isinstance(axis_name, str):
-        with contextlib.suppress(NameError, KeyError):
-            return lax.axis_size(axis_name)
-    raise ValueError(
-        f"axis_name={axis_name!r} must name one axis of a `jax.shard_map` around the call"
-    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -82,7 +82,7 @@ def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
         weight: The matrix of the last layer, `[width, words]`, of the same type.
         labels: The word of each token, `[...]`, an integer. As in NumPy, -1 is the last word. The
             loss of a token whose label is no word is NaN, as in optax.
-        bias: A value for each word.
+        bias: A value for each word; -inf leaves a word out, unless a softcap bounds its logit.
         transpose_weight: The weight is stored `[words, width]`, as an embedding is.
         ignore_index: A token with this label has no loss and no gradient, and does not count.
         label_smoothing: The share of the label that goes to all words alike, from 0 to 1.
@@ -102,7 +102,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
 
     Raises:
         TypeError: Labels are no integers, or types or numbers are not legal.
-        ValueError: Shapes do not fit, or `memory` is less than what is needed.
+        ValueError: Shapes do not fit, `memory` is less than what is needed, or there is no such
+            axis.
     """
     smoothing = _number("label_smoothing", label_smoothing, least=0, most=1)
     z_loss = _number("z_loss", z_loss, least=0)
@@ -202,6 +203,11 @@ def softmax_cross_entropy_with_integer_labels(
     if where is None:
         return losses
     where = arguments.array("where", where)
+    if where.dtype != np.bool_:
+        raise TypeError(
+            f"where must be of bool, got {where.dtype}: where != 0 is; weights are multiplied with"
+            " the losses"
+        )
     if where.shape != losses.shape:
         raise ValueError(
             f"where must have a value for each token, shape {list(losses.shape)}, got"
@@ -268,7 +274,7 @@ def _found(given: tuple[Any, ...], how: _How) -> _Found:
     own = weight.shape[layer.axis]
     words, first = own, 0
     if how.axis_name is not None:
-        words = own * lax.axis_size(how.axis_name)
+        words = own * arguments.axis_size(how.axis_name, several=True)
         first = own * lax.axis_index(how.axis_name)
     ignored = how.ignore_index
     counts = jnp.ones(labels.shape, bool) if ignored is None else _differ(labels, _index(ignored))

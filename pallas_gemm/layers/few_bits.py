@@ -15,6 +15,8 @@ from pallas_gemm.layers import fused, per_channel
 from pallas_gemm.op import widening
 
 INT8 = jnp.dtype(jnp.int8)
+OF_COLUMNS = ("int8", "float8_e4m3fn", "float8_e5m2")
+"""Types of weights with a scale for each column; others have no such numbers, or no product."""
 
 
 def check(bits: Any, group: Any, zero_points: Any) -> None:
@@ -43,9 +45,14 @@ def stored(
         dtype: The layer's type of weights; int8 leaves it to `bits`.
 
     Raises:
-        ValueError: The type has another number of bits.
+        ValueError: The type has another number of bits, or there is no such layer.
     """
     if bits is None:
+        if dtype is None or jnp.dtype(dtype).name not in OF_COLUMNS:
+            raise ValueError(
+                f"quantized_dtype must be {', '.join(OF_COLUMNS[:-1])} or {OF_COLUMNS[-1]} without"
+                f" bits, got {dtype if dtype is None else jnp.dtype(dtype)}"
+            )
         return _of_columns(kernel, dtype)
     if dtype == INT8:
         dtype = None

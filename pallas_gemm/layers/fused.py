@@ -19,7 +19,7 @@ def dense(operands: Sequence[Any], residual: jax.Array | None, **options: Any) -
     """Computes `activation(inputs @ kernel + bias) + residual`, rounded once.
 
     The result has the type that the same steps in JAX would give it: that of the product, promoted
-    with the residual's.
+    with those of bias and residual.
 
     Args:
         operands: Inputs, kernel, and bias or None, as `promote_dtype` of the layer returns them.
@@ -40,7 +40,8 @@ def gated(operands: Sequence[Any], residual: jax.Array | None, **options: Any) -
     """
     inputs, gate, up, *biases = operands
     named = dict(zip(("gate_bias", "up_bias"), biases, strict=True))
-    return gated_gemm(inputs, gate, up, **named, **with_result(operands, residual, options))
+    options = with_result((inputs, gate, *biases), residual, options)
+    return gated_gemm(inputs, gate, up, **named, **options)
 
 
 def promoted(promote: Callable[[list[Any]], Any], operands: Sequence[Any]) -> list[Any]:
@@ -62,9 +63,19 @@ def promoted(promote: Callable[[list[Any]], Any], operands: Sequence[Any]) -> li
 def with_result(
     operands: Sequence[Any], residual: jax.Array | None, options: dict[str, Any]
 ) -> dict[str, Any]:
-    """Returns the options of a product, the residual and the type of the result among them."""
+    """Returns the options of a product, the residual and the type of the result among them.
+
+    Args:
+        operands: Inputs, a kernel, and each bias or None.
+        residual: As for `gemm`.
+        options: As for `gemm`.
+    """
+    inputs, kernel, *biases = operands
     wanted = options.get("preferred_element_type")
-    dtype = jnp.result_type(*operands[:2]) if wanted is None else wanted
+    dtype = jnp.result_type(inputs, kernel) if wanted is None else wanted
+    # A bias of a narrower type than the result is no error of strict promotion.
+    with jax.numpy_dtype_promotion("standard"):
+        dtype = jnp.result_type(dtype, *(x.dtype for x in biases if x is not None))
     if residual is not None:
         dtype = jnp.promote_types(dtype, jnp.result_type(residual))
     return options | {"residual": residual, "preferred_element_type": dtype}

@@ -173,11 +173,11 @@ def check(num_experts: int, top_k: int) -> None:
     """Checks the numbers of a layer.
 
     Raises:
-        ValueError: There are no experts, or fewer than a token is to have.
+        ValueError: There are no experts, or fewer than a token is to have, or one is no integer.
     """
-    if num_experts < 1:
-        raise ValueError(f"num_experts must be at least 1, got {num_experts}")
-    if not 1 <= top_k <= num_experts:
+    if not isinstance(num_experts, int | np.integer) or num_experts < 1:
+        raise ValueError(f"num_experts must be an integer of at least 1, got {num_experts!r}")
+    if not isinstance(top_k, int | np.integer) or not 1 <= top_k <= num_experts:
         raise ValueError(
-            f"top_k must be from 1 to num_experts, which is {num_experts}, got {top_k}"
+            f"top_k must be an integer from 1 to num_experts, which is {num_experts}, got {top_k!r}"
         )

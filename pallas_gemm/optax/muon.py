@@ -219,8 +219,9 @@ def muon(  # noqa: PLR0913 - those of optax
     scaled = functools.partial(_scaled, consistent_rms)
 
     def labels(params: Any) -> Any:
+        # The tree is that of the parameters: where it has None, there is no parameter to label.
         return jax.tree.map(
-            lambda own: "adam" if own is None else "muon", dimensions(params), is_leaf=_is_one
+            lambda _, own: "adam" if own is None else "muon", params, dimensions(params)
         )
 
     matrices = optax.chain(

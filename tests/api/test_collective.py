@@ -219,6 +219,10 @@ def test_what_travels() -> None:
         ),
         (lambda a, b: all_gather_gemm(a, b, "x", bias=b), "bias must have one value per column"),
         (
+            lambda a, b: gemm_reduce_scatter(a, b, "x", transpose_b="no"),
+            "transpose_b must be True or False, got str: 'no'",
+        ),
+        (
             lambda a, b: gemm_reduce_scatter(a[:3], b, "x"),
             "a multiple of the 4 devices .* got 3",
         ),
@@ -227,7 +231,7 @@ def test_what_travels() -> None:
 def test_bad_input(call: Callable[..., Any], message: str) -> None:
     a, b = _integers(4, K), _integers(K, N)
     mapped = jax.shard_map(call, mesh=_mesh(4), in_specs=(P(), P()), out_specs=P("x"))
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((TypeError, ValueError), match=message):
         mapped(a, b)
 
 

@@ -289,6 +289,16 @@ def test_infinite_logits_are_what_they_are_to_optax(words):
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
 
 
+def test_a_softcap_bounds_the_logit_of_a_word_that_a_bias_would_leave_out():
+    h, w, b, labels = _small()
+    bias = b.at[-1].set(-jnp.inf)
+    found = linear_cross_entropy(h, w, labels % 39, bias=bias, softcap=3.0)
+    z = 3 * np.tanh((reference.wide(h) @ reference.wide(w) + reference.wide(bias)) / 3)
+    picked = np.take_along_axis(z, np.asarray(labels % 39)[:, None], -1)[:, 0]
+    np.testing.assert_array_equal(z[:, -1], -3)
+    np.testing.assert_allclose(found, np.mean(special.logsumexp(z, -1) - picked), rtol=1e-5)
+
+
 def test_optaxs_name_and_arguments():
     h, w, _, labels = _small()
     where = labels % 3 > 0
@@ -381,6 +391,21 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: linear_cross_entropy(H, W, LABELS, ignore_index=0.0),
         TypeError,
         "ignore_index must be an integer or None, got float",
+    ),
+    "axes of no mesh": (
+        lambda: linear_cross_entropy(H, W, LABELS, axis_name=("data", "model")),
+        ValueError,
+        r"axis_name=\('data', 'model'\) must name one axis or a tuple of axes of a `jax.shard_map`",
+    ),
+    "a number as an axis": (
+        lambda: linear_log_probs(H, W, LABELS, axis_name=1),
+        ValueError,
+        "axis_name=1 must name one axis or a tuple of axes",
+    ),
+    "weights of examples": (
+        lambda: softmax_cross_entropy_with_integer_labels(H, W, LABELS, where=H[:, 0]),
+        TypeError,
+        "where must be of bool, got float32: where != 0 is; weights are multiplied with the losses",
     ),
     "axis": (
         lambda: softmax_cross_entropy_with_integer_labels(H, W, LABELS, axis=0),

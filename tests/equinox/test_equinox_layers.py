@@ -129,6 +129,22 @@ def test_leading_dimensions_are_those_of_several_examples() -> None:
     assert eqx.filter_jit(layer)(x[0, 0], key=KEY).shape == (OUTPUTS,)
 
 
+def test_a_bias_of_a_wider_type_makes_the_result_wider() -> None:
+    """As where the weights alone were narrowed."""
+    layer = eqx.nn.Linear(8, 4, dtype=jnp.bfloat16, key=KEY)
+    layer = eqx.tree_at(lambda x: x.bias, layer, replace_fn=lambda x: x.astype(jnp.float32))
+    gated = GatedLinear(8, 4, use_bias=True, dtype=jnp.bfloat16, key=KEY)
+    gated = eqx.tree_at(lambda x: (x.gate, x.up), gated, (layer, layer))
+    x = jnp.ones(8, jnp.bfloat16)
+    with jax.numpy_dtype_promotion("standard"):
+        stock = layer(x)
+        for own, expected in ((replaced(layer), stock), (gated, jax.nn.silu(stock) * stock)):
+            found = own(x)
+            assert found.dtype == expected.dtype == jnp.float32
+            # The product of the stock layer is rounded before the bias is added.
+            np.testing.assert_allclose(found, expected, rtol=2**-7, atol=2**-7)
+
+
 @pytest.mark.parametrize("cls", [Linear, GatedLinear])
 @pytest.mark.parametrize(
     ("sizes", "options", "words"),

@@ -167,8 +167,10 @@ def test_all_products_of_a_training_step_are_the_kernels() -> None:
 
 
 def test_there_is_one_expert_at_least() -> None:
-    with pytest.raises(ValueError, match="num_experts must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="num_experts must be an integer of at least 1, got 0"):
         linen.Experts(**SIZES | {"num_experts": 0}).init(KEY, jnp.ones(X))
+    with pytest.raises(ValueError, match=r"at least 1, got 2\.5"):
+        linen.Experts(**SIZES | {"num_experts": 2.5}).init(KEY, jnp.ones(X))
     one = linen.Experts(**SIZES | {"num_experts": 1, "top_k": 1})
     params: Any = jax.eval_shape(one.init, KEY, jnp.ones(X))["params"]
     assert params["gate"]["kernel"].shape[0] == 1
@@ -181,9 +183,9 @@ def test_each_product_of_experts_has_the_precision() -> None:
     assert [call.precision for call in calls] == [(jax.lax.Precision.HIGHEST,) * 2] * 2
 
 
-@pytest.mark.parametrize("top_k", [0, EXPERTS + 1])
-def test_a_token_has_one_expert_at_least_and_all_at_most(top_k: int) -> None:
-    message = f"top_k must be from 1 to num_experts, which is {EXPERTS}, got {top_k}"
+@pytest.mark.parametrize("top_k", [0, EXPERTS + 1, 1.5, "2"])
+def test_a_token_has_one_expert_at_least_and_all_at_most(top_k: Any) -> None:
+    message = f"top_k must be an integer from 1 to num_experts, which is {EXPERTS}, got {top_k!r}"
     with pytest.raises(ValueError, match=message):
         nnx.Experts(INPUTS, **SIZES, top_k=top_k, rngs=stock_nnx.Rngs(0))
     with pytest.raises(ValueError, match=message):

@@ -345,6 +345,16 @@ def test_a_residual_promotes_as_an_addition_does() -> None:
     assert jax.eval_shape(preferring, x).dtype == jnp.float32
 
 
+def test_a_bias_promotes_as_an_addition_does() -> None:
+    x = jax.ShapeDtypeStruct(X, jnp.float32)
+    for cls in (stock_nnx.Linear, nnx.Linear, nnx.GatedDense):
+        for use_bias, dtype in ((False, jnp.bfloat16), (True, jnp.float32)):
+            how: Any = {"use_bias": use_bias, "preferred_element_type": jnp.bfloat16}
+            layer = cls(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), **how)
+            with jax.numpy_dtype_promotion("standard"):
+                assert jax.eval_shape(layer, x).dtype == dtype
+
+
 def test_metadata_of_the_parameters_is_kept() -> None:
     split = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     x = jnp.ones(X)

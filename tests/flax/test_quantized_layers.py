@@ -318,6 +318,16 @@ def test_what_has_no_meaning_is_refused() -> None:
         linen.quantized({"quantized": {}}, {})
 
 
+@pytest.mark.parametrize("dtype", ["uint8", "int4", "int32", "float32", "float8_e8m0fnu", None])
+def test_weights_are_of_a_type_that_has_their_numbers(dtype: Any) -> None:
+    """Numbers below 0 were others in uint8, and most were in int4."""
+    message = f"must be int8, float8_e4m3fn or float8_e5m2 without bits, got {dtype}"
+    with pytest.raises(ValueError, match=message):
+        linen.QuantizedDense(2, quantized_dtype=dtype).init(KEY, jnp.ones((2, 2)))
+    with pytest.raises(ValueError, match=message):
+        nnx.QuantizedLinear(2, 2, quantized_dtype=dtype, rngs=stock_nnx.Rngs(0))
+
+
 def test_states_accumulate_as_flaxs_do() -> None:
     ours = linen.Fp8Dense(FEATURES, scaling="delayed", use_bias=False)
     x = _integers(4, INPUTS)

@@ -110,6 +110,21 @@ def test_a_checkpoint_of_the_one_goes_on_in_the_other() -> None:
     jax.tree.map(_assert_near, updates, expected)
 
 
+@pytest.mark.parametrize("dimensions", [None, _dimensions, OF_BATCH])
+def test_a_tree_without_some_parameters_has_the_state_of_optax(dimensions: Any) -> None:
+    """As Equinox's, of layers without a bias."""
+    params = {**_drawn(0), "none": None}
+    if dimensions is OF_BATCH:
+        params = {"wide": params["wide"], "none": None}
+    elif dimensions is not None:
+        dimensions = {**_dimensions(_drawn(0)), "none": None}
+    options = {"muon_weight_dimension_numbers": dimensions}
+    ours, stock = (
+        _three_steps(make(RATE, **options), params, [params]) for make in (muon, contrib.muon)
+    )
+    layers.assert_same_structure(ours, stock)
+
+
 def test_matrices_of_one_size_are_one_batch() -> None:
     params = _drawn(0, jnp.bfloat16)
     params = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), params)
