@@ -19,6 +19,7 @@ M = N = 6
 NUMBERS = jnp.arange(M)
 PLACES = jnp.array([1, 0, 2, 3, 5, 4])
 TABLE = jnp.arange(12.0).reshape(M, 2)
+HEADS = jnp.arange(24.0).reshape(2, 3, 4)
 
 KEPT = {
     "all": lambda s: jnp.all(s > 0, -1),
@@ -27,6 +28,7 @@ KEPT = {
     "concatenate": lambda s: jnp.concatenate([s, s * 2], 1),
     "cumsum": lambda s: jnp.cumsum(s, 1),
     "dot": lambda s: s @ TABLE,
+    "dot of each head": lambda s: jnp.einsum("mhd,hde->mhe", s.reshape(M, 2, 3), HEADS),
     "dot of each row": lambda s: jnp.einsum("mi,mj->mij", s, s),
     "dot, turned": lambda s: (TABLE.T @ s.T).T,
     "dynamic slice": lambda s: lax.dynamic_slice(s, (0, 1), (M, 2)),
@@ -65,12 +67,14 @@ MIXED = {
     "flip": lambda s: s[::-1],
     "gather": lambda s: s[PLACES],
     "gather of columns by rows": jax.vmap(lambda x: x[jnp.argmax(x)], 1),
+    "gather of columns that rows say": lambda s: s[:, jnp.argmax(s, 1)],
     "of all": lambda s: s.reshape(3, 2, N).sum(1).repeat(2, 0),
     "pad": lambda s: jnp.pad(s, ((1, 0), (0, 0)))[:M],
     "quantize": lambda s: quantize(s, block=(2, 16)).scale.repeat(2, 0),
     "reshape": lambda s: s.T.reshape(-1).reshape(M, N),
     "roll": lambda s: jnp.roll(s, 1, 0),
     "scatter": lambda s: s.at[1].set(s.sum(-1)),
+    "scatter into turned": lambda s: s.T.at[:, PLACES].add(s),
     "scatter to rows": jnp.zeros((M, N)).at[PLACES].set,
     "sort": lambda s: jnp.sort(s, 0),
     "split": lambda s: jnp.concatenate(jnp.split(s, 2, 0)[::-1]),
