@@ -15,7 +15,7 @@ import numpy as np
 from pallas_gemm.api import arguments, blocks
 from pallas_gemm.api.blocks import Factor
 from pallas_gemm.call import DIMENSIONS, Operands
-from pallas_gemm.kernels.element_types import FLOATS_16, SINGLE, is_widened
+from pallas_gemm.kernels.element_types import BITS, FLOATS_16, SINGLE, is_widened
 from pallas_gemm.op.contraction import ONE, Shape
 from pallas_gemm.planning import ignored
 from pallas_gemm.problem import KINDS, OF_FACTORS, SCALES, ZEROS, Epilogue
@@ -180,8 +180,9 @@ def _add_zeros(
     scale = getattr(given, scale_name) if held is None else held
     if not of.weights:
         raise TypeError(
-            f"{called[0]} is for a right operand of few bits beside a left one of bfloat16, float16"
-            f" or float32, got {given.a.dtype} and {given.b.dtype}"
+            f"{called[0]} is for a right operand of few bits ({', '.join(sorted(map(str, BITS)))})"
+            " beside a left one of bfloat16, float16 or float32, got"
+            f" {given.a.dtype} and {given.b.dtype}"
         )
     if scale is None:
         raise ValueError(f"{called[0]} needs {called[1]}, the scales of the same groups")

@@ -184,7 +184,7 @@ def _prepared(
         if place is None:
             found.append(x)
         else:
-            found.append(given[place] if own.kind == "mn" else given[place].reshape(-1))
+            found.append(given[place] if "n" in own.kind else given[place].reshape(-1))
     return found
 
 

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.export import is_symbolic_dim
 from jax.extend import core
 from jax.interpreters import ad, mlir
 
@@ -270,7 +271,9 @@ def _batch(
     is_promised = call.contracted and call.options.numerics is not None
     if None not in dims and len(dims) == 3 and call.epilogue.is_identity and not is_promised:
         mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-        return _groups_of_groups(call, *mapped), 0
+        # XLA takes a known number of groups; and rows in none need a group that they may count to.
+        if not is_symbolic_dim(mapped[0].shape[0]) and mapped[2].shape[1]:
+            return _groups_of_groups(call, *mapped), 0
     return one_by_one(functools.partial(grouped, call), operands, dims), 0
 
 

@@ -95,8 +95,9 @@ class SideBySide(NamedTuple):
         found = fused.plan(self.call, self.contraction, self.function, own)
         if isinstance(found, str):
             return found
-        why = self._why_apart() or why_whole(found.decision, found.form)
-        if why is None and self.is_deep and _has_part_of_step(found):
+        shape = signature[1][0]
+        why = self._why_apart(shape) or why_whole(found.decision, found.form)
+        if why is None and self.is_deep(shape) and _has_part_of_step(found):
             why = "the last step of k would read the other half"
         return why or found
 
@@ -123,16 +124,25 @@ class SideBySide(NamedTuple):
                 places[place] = number, half.index
         return places
 
-    @property
-    def is_deep(self) -> bool:
-        """Whether the halves follow one another along what is contracted."""
-        return self.contraction.rhs[self.axis] in self.contraction.contracted
+    def is_deep(self, shape: Sequence[Any]) -> bool:
+        """Whether the halves of an array follow one another along what is contracted."""
+        return self._real(shape)[:1] in self.contraction.contracted
 
-    def _why_apart(self) -> str | None:
-        group = self.contraction.contracted if self.is_deep else self.contraction.columns
-        first = next(x for x in self.contraction.rhs if x in group)
-        is_first = self.contraction.rhs[self.axis] == first
-        return None if is_first else "the halves of the array are no halves of a matrix"
+    def _real(self, shape: Sequence[Any]) -> str:
+        """Returns the letters of more than one element, from the one that is cut on.
+
+        Where a half has one element of it, the halves follow one another along the next of these.
+        """
+        half = (shape[self.axis] // 2, *shape[self.axis + 1 :])
+        pairs = zip(self.contraction.rhs[self.axis :], half, strict=True)
+        return "".join(x for x, size in pairs if size != 1)
+
+    def _why_apart(self, shape: Sequence[Any]) -> str | None:
+        real = self._real(shape)
+        group = self.contraction.contracted if self.is_deep(shape) else self.contraction.columns
+        before = self.contraction.rhs[: self.axis]
+        is_first = real[:1] in group and not set(before) & set(group)
+        return None if real and is_first else "the halves of the array are no halves of a matrix"
 
 
 def _has_part_of_step(found: fused.Fused) -> bool:
@@ -153,7 +163,7 @@ def _by_kernel(
     own: SideBySide, found: fused.Fused, a: jax.Array, both: jax.Array, *given: jax.Array
 ) -> list[jax.Array]:
     right = found.form.b
-    along = len(right.shape) - (2 if right.transposed != own.is_deep else 1)
+    along = len(right.shape) - (2 if right.transposed != own.is_deep(both.shape) else 1)
     shape = list(right.shape)
     shape[along] *= 2
     whole = both.reshape(shape)

@@ -493,7 +493,7 @@ RECORD = QuantizedWeight.of(jnp.ones((K, N)), bits=4, group=GROUP)
                 jnp.ones((M, K), jnp.int8), W8, col_scale=jnp.ones(N), col_zero=jnp.ones(N)
             ),
             TypeError,
-            "col_zero is for a right operand of few bits beside a left one of .* got int8 and int8",
+            "col_zero is for a right operand of few bits .* beside a .* got int8 and int8",
         ),
         (
             lambda: gemm(jnp.ones((M, K), jnp.int8), RECORD),
@@ -532,7 +532,8 @@ RECORD = QuantizedWeight.of(jnp.ones((K, N)), bits=4, group=GROUP)
                 X, EXPERTS.astype(jnp.bfloat16), SIZES, col_zero=jnp.ones((2, 4, N))
             ),
             TypeError,
-            "col_zero is for a right operand of few bits .* got bfloat16 and bfloat16",
+            r"col_zero is for a right operand of few bits \(float4_e2m1fn, .*, uint4\) beside .*"
+            " got bfloat16 and bfloat16",
         ),
         (
             lambda: grouped_gemm(X, EXPERTS, SIZES, col_scale=jnp.ones((2, 5, N))),

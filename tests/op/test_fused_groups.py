@@ -60,6 +60,22 @@ def test_derivatives_through_the_kernel() -> None:
         assert error <= 0.02 * np.abs(np.asarray(y, F32)).max()
 
 
+def test_one_row_has_what_its_group_has() -> None:
+    a, b, bias, scale = _drawn((1, K), *OPERANDS[1:4])
+    # What is rounded first is made by XLA, of rows already.
+    bias, scale, residual = bias.astype(F32), scale.astype(F32), jnp.zeros((1, N), F32)
+
+    def run(**how: Any) -> Any:
+        sizes = np.array([0, 0, 1])
+        given = (bias, scale, residual)
+        return grouped_gemm(a, b, sizes, epilogue=_gelu, operands=given, **how)
+
+    found, expected = run(implementation="interpret", config=SMALL), run()
+    for x, y in zip(found, expected, strict=True):
+        error = np.abs(np.asarray(x, F32) - np.asarray(y, F32)).max()
+        assert error <= 0.01 * np.abs(np.asarray(y, F32)).max()
+
+
 def test_the_derivative_keeps_the_rounded_sums_and_no_array_of_float32() -> None:
     operands = _drawn(*OPERANDS)
     _, pull = jax.vjp(lambda *x: _run(*x)[0], *operands)

@@ -148,6 +148,27 @@ def test_a_batch_is_groups_of_groups(shared):
     np.testing.assert_array_equal(ours[1], stock[1])
 
 
+def test_a_batch_of_groups_may_be_a_symbol() -> None:
+    (batch,) = jax.export.symbolic_shape("batch")
+    rng = np.random.default_rng(0)
+    given = [rng.standard_normal(x).astype(np.float32) for x in ((3, 8, 8), (3, 2, 8, 4))]
+    given.append(np.array([[2, 3], [5, 0], [0, 8]], np.int32))
+
+    def loss(a: jax.Array, b: jax.Array, sizes: jax.Array) -> jax.Array:
+        return jnp.sum(jnp.sin(jax.vmap(ragged_dot)(a, b, sizes)))
+
+    step = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    symbols = [jax.ShapeDtypeStruct((batch, *x.shape[1:]), x.dtype) for x in given]
+    exported = jax.export.export(step, platforms=["cpu", "cuda"])(*symbols)
+    for x, y in zip(*map(jax.tree.leaves, (exported.call(*given), step(*given))), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+
+
+def test_a_batch_of_no_groups_is_zeros() -> None:
+    given = jnp.ones((2, 5, 7)), jnp.ones((2, 0, 7, 4)), jnp.zeros((2, 0), jnp.int32)
+    np.testing.assert_array_equal(jax.vmap(ragged_dot)(*given), jnp.zeros((2, 5, 4)))
+
+
 def test_what_is_in_no_group_shows_in_no_batch():
     rows = jnp.full((3, 8, 8), jnp.nan).at[:, :5].set(1.0)
     sizes = jnp.array([[2, 3], [5, 0], [0, 4]])

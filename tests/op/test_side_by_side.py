@@ -28,6 +28,8 @@ STORED: dict[str, tuple[Contraction, tuple[int, ...], int]] = {
     "contracted": (Contraction("mk", "kn", "mn"), (2 * 128, 192), 0),
     "contracted last": (Contraction("mk", "nk", "mn"), (136, 2 * 128), 1),
     "heads": (Contraction("mk", "nhk", "mnh"), (2 * 4, 64, 96), 0),
+    "one head before k": (Contraction("mk", "hkn", "mhn"), (2, 128, 192), 0),
+    "one head after k": (Contraction("mk", "khn", "mhn"), (96, 2, 192), 1),
     "batch": (Contraction("bmk", "bkn", "bmn"), (3, 96, 2 * 128), 2),
     "shared": (Contraction("bmk", "kn", "bmn"), (96, 2 * 128), 1),
 }
@@ -105,8 +107,10 @@ def test_on_a_gpu(name: str) -> None:
         ("nk", (2 * 132, 100), 0, "operands are made ready for the kernel"),
         ("hkn", (2 * 2, 96, 64), 0, "the product is not one of matrices as they are stored"),
         ("khn", (96, 2, 2 * 64), 2, "the halves of the array are no halves of a matrix"),
+        ("kn", (64, 2), 1, "the halves of the array are no halves of a matrix"),
+        ("hkn", (2, 96, 192), 0, "the last step of k would read the other half"),
     ],
-    ids=["a part of a step", "odd rows", "no matrix", "no halves"],
+    ids=["a part of a step", "odd rows", "no matrix", "no halves", "a column", "one head"],
 )
 def test_elsewhere_the_halves_are_two_arrays(
     letters: str, stored: tuple[int, ...], axis: int, why: str

@@ -8,9 +8,9 @@ import jax
 
 from pallas_gemm.api import function
 from pallas_gemm.api.groups import groups
+from pallas_gemm.api.groups.rows import axes_of_rows
 from pallas_gemm.call import GroupedCall, signature_of
 from pallas_gemm.kernels.functions import flat
-from pallas_gemm.kernels.functions.axes import FOREIGN, ONE, Axes
 from pallas_gemm.op import fused_groups
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.fused_groups import OfRows
@@ -95,35 +95,15 @@ def _check_rows(own: Function, rows: int) -> None:
         ValueError: One is not.
     """
     whole = flat.flat(own.closed)
-    axes = Axes(whole, own.sums, fused_groups.NAMES)
-    types: Any = own.closed.out_avals
-    depends = set(whole.inputs[: own.sums])
-    for equation in whole.equations:
-        taken = [x for x in equation.inputs if isinstance(x, int) and x in depends]
-        if not taken:
-            continue
-        depends.update(equation.outputs)
-        if "m" in (axes.of(taken[0])[axis] for axis in _mixed(equation)):
-            raise ValueError(
-                f"{equation.primitive.name}{flat.where(equation)} of epilogue is over rows, which"
-                " would mix groups"
-            )
-    for i, (output, x) in enumerate(zip(whole.outputs, types, strict=True)):
-        shape = x.shape
-        named = axes.of(output) if isinstance(output, int) else ""
-        is_free = isinstance(output, int) and output not in depends and named[:1] == FOREIGN
-        is_of_rows = named[:1] in ("m", ONE) or is_free
-        if not is_of_rows or shape[0] != rows or "m" in named[1:]:
+    # One row mixes with no other.
+    axes = {} if rows == 1 else axes_of_rows(whole, own.sums, rows)
+    for i, (output, x) in enumerate(zip(whole.outputs, own.closed.out_avals, strict=True)):
+        shape: Any = getattr(x, "shape", ())
+        axis = axes.get(output, 0) if isinstance(output, int) else 0
+        if isinstance(axis, str):
+            raise ValueError(axis)
+        if axis or shape[:1] != (rows,):
             raise ValueError(
                 f"result {i} of epilogue, of shape {list(shape)}, must have a value, or values, for"
                 f" each of the {rows} rows: what reduces rows would mix groups"
             )
-
-
-def _mixed(equation: flat.Equation) -> tuple[int, ...]:
-    """Returns the axes along which an operation computes with several elements."""
-    name, params = equation.primitive.name, equation.params
-    if name.startswith("cum"):
-        return (params["axis"],)
-    is_reduction = name.startswith(("reduce_", "arg")) and "axes" in params
-    return tuple(params["axes"]) if is_reduction else ()
