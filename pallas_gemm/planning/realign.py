@@ -178,7 +178,7 @@ def realign_groups(
 ) -> Realigned | tuple[str, ...]:
     """Returns what a kernel computes of a product of groups, or why it cannot.
 
-    Rows in groups are taken as they are. No columns are added to a product with an epilogue.
+    Rows in groups are taken as they are.
 
     Args:
         problem: The product.
@@ -312,12 +312,13 @@ def _remedies(problem: Problem) -> Iterator[Problem]:
 
 
 def _remedies_of_groups(problem: Problem) -> Iterator[Problem]:
-    """Yields the same of a product of groups, but for what has to stay as it is."""
+    """Yields the same of a product of groups, but for what has to stay as it is.
+
+    Left operands of rows in groups are left as they are: another layout or more rows never help.
+    """
     fixed = ["m", "transpose_a"] if problem.groups else []
     if problem.blocks:
         fixed += ["m", "n", "k"]
-    elif not problem.epilogue.is_identity:
-        fixed += ["m", "n"]
     for remedied in _remedies(problem):
         if all(getattr(remedied, name) == getattr(problem, name) for name in fixed):
             yield remedied

@@ -158,3 +158,15 @@ def test_gated_groups_have_blocks_in_both_matrices() -> None:
         grouped_gemm(a, b, SIZES, up=b, col_scale=_scales(GROUPS, 2, 3), transpose_b=True)
     with pytest.raises(ValueError, match=r"row_scale must be .*transposed it would fit"):
         grouped_gemm(a, b, SIZES, row_scale=_scales(2, M), transpose_b=True)
+
+
+def test_matrices_whose_blocks_have_scales_are_not_padded() -> None:
+    a, b, scale = _drawn(M, K), _drawn(GROUPS, 99, K), _scales(GROUPS, 2, 99)
+    with pytest.raises(ValueError, match="rows in groups need a result with rows of a multiple"):
+        grouped_gemm(
+            *(a, b, SIZES),
+            col_scale=scale,
+            transpose_b=True,
+            preferred_element_type="f32",
+            implementation="interpret",
+        )
