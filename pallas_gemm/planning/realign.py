@@ -319,6 +319,9 @@ def _remedies_of_groups(problem: Problem) -> Iterator[Problem]:
     fixed = ["m", "transpose_a"] if problem.groups else []
     if problem.blocks:
         fixed += ["m", "n", "k"]
+    if problem.epilogue.program is not None:
+        # A function has several results, and reduces whole rows.
+        fixed.append("n")
     for remedied in _remedies(problem):
         if all(getattr(remedied, name) == getattr(problem, name) for name in fixed):
             yield remedied

@@ -77,6 +77,19 @@ def test_a_gate_and_a_bias_follow() -> None:
     np.testing.assert_array_equal(added[: len(group)], own)
 
 
+def test_a_function_follows_rows_as_long_as_they_are() -> None:
+    def function(s: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return jnp.maximum(s, 0), jnp.sum(s + 1, -1)
+
+    a, b = integers(M, K), integers(4, K, 64, seed=1)
+    product = functools.partial(SIMULATED, epilogue=function)
+    found, count = product(a.astype(BF16), b.astype(BF16), SIZES), np.sum(SIZES)
+    for ours, wanted in zip(found, function(exact(a, b)), strict=True):
+        np.testing.assert_array_equal(ours[:count], wanted[:count])
+    with pytest.raises(ValueError, match="rows in groups need a result with rows of a multiple"):
+        product(a.astype(BF16), b[..., :N].astype(BF16), SIZES)
+
+
 @pytest.mark.parametrize("dtype", [BF16, F32, I8])
 def test_a_kernel_takes_them(dtype: Any) -> None:
     shape = jax.ShapeDtypeStruct
