@@ -42,8 +42,10 @@ def _computes_each(equation: Any, shape: tuple[int, ...], allowed: frozenset[str
     else:
         is_number = name in VARIES and not variables(equation)
         may_be = name in allowed or is_number
+    if not may_be:
+        return False
     every = (x.aval for x in (*equation.invars, *equation.outvars))
-    return may_be and all(_fits(x.shape, shape) and _is_plain(x.dtype) for x in every)
+    return all(_fits(x.shape, shape) and _is_plain(x.dtype) for x in every)
 
 
 def _fits(own: tuple[int, ...], shape: tuple[int, ...]) -> bool:

@@ -19,7 +19,7 @@ from pallas_gemm.kernels.element_types import FLOATS
 from pallas_gemm.kernels.functions.axes import ELEMENTWISE, MOVES, REDUCTIONS, TURN
 from pallas_gemm.rewriting import exponentials
 from pallas_gemm.rewriting.elementwise import EXACT, bytes_of, is_elementwise, variables
-from pallas_gemm.rewriting.level import Level, is_stored_by
+from pallas_gemm.rewriting.level import Level
 
 ALLOWED = ELEMENTWISE - {"custom_jvp_call", "jit"}
 """Operations that are looked into here are no calls: those are inlined before."""
@@ -50,19 +50,21 @@ class Operands:
 
     def of(self, x: Any) -> tuple[frozenset[Any], frozenset[int]]:
         """Returns (what is read for a value, the `id` of the operations that make it of that)."""
-        if x not in self._known:
-            maker = self._level.maker(x)
-            if self._is_read(x, maker):
-                self._known[x] = frozenset((x,)), frozenset()
-            else:
-                self._equations[id(maker)] = maker
-                leaves, made = frozenset(), frozenset((id(maker),))
-                for other in variables(maker):
-                    own = self.of(other)
-                    leaves, made = leaves | own[0], made | own[1]
-                is_much = self._is_much(x, leaves)
-                self._known[x] = (frozenset((x,)), frozenset()) if is_much else (leaves, made)
-        return self._known[x]
+        found = self._known.get(x)
+        if found is None:
+            found = self._known[x] = self._found(x)
+        return found
+
+    def _found(self, x: Any) -> tuple[frozenset[Any], frozenset[int]]:
+        maker = self._level.maker(x)
+        if self._is_read(x, maker):
+            return frozenset((x,)), frozenset()
+        self._equations[id(maker)] = maker
+        each = list(map(self.of, variables(maker)))
+        leaves = frozenset().union(*(own for own, _ in each))
+        if self._is_much(x, leaves):
+            return frozenset((x,)), frozenset()
+        return leaves, frozenset((id(maker),)).union(*(own for _, own in each))
 
     def is_full(self, x: Any) -> bool:
         """Whether a value has the elements of the whole product."""
@@ -112,8 +114,7 @@ class Operands:
         return np.dtype(x.aval.dtype).kind in "biu" or self._is_read(x, maker)
 
     def _is_read_later(self, x: Any) -> bool:
-        depth = self._level.depth(x)
-        return any(self._level.depth_before(own) > depth for own in self._level.readers(x))
+        return self._level.is_read_deeper(x, self._level.depth(x))
 
     def equation(self, number: int) -> Any:
         """Returns an operation."""
@@ -312,7 +313,7 @@ class Inside:
 
     def is_stored(self, x: Any) -> bool:
         """Whether a value is in memory, whatever is computed with the product."""
-        return x in self.level.results or any(map(is_stored_by, self.level.readers(x)))
+        return self.level.is_read_stored(x)
 
     def _is_reduction(self, equation: Any) -> bool:
         if equation.primitive.name not in self.reductions or equation.effects:

@@ -37,11 +37,12 @@ INNER = {
 
 def is_apart(equation: Any) -> bool:
     """Whether its operands and results are in memory, whatever is before and after it."""
-    return _is_alone(equation.primitive.name)
+    return is_alone(equation.primitive.name)
 
 
 @functools.cache
-def _is_alone(name: str) -> bool:
+def is_alone(name: str) -> bool:
+    """The same of an operation of a name."""
     return name in _ALONE or name.startswith("pallas_gemm")
 
 

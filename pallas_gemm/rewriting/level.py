@@ -40,6 +40,8 @@ class Level:
         self._above: dict[Any, int] = {}
         self._depth: dict[Any, int] = {}
         self._bit: dict[Any, int] = {}
+        # How many of the readers of each value have their operands in memory.
+        self._storing: dict[Any, int] = {}
         # What keeps its order depends on all that came before it.
         self._of_effects = 0
         for equation in equations:
@@ -47,8 +49,7 @@ class Level:
 
     def _add(self, equation: Any, bit: int = 0) -> None:
         above = before = 0
-        for x in dict.fromkeys(variables(equation)):
-            self._readers.setdefault(x, []).append(equation)
+        for x in self._read_by(equation):
             above |= self._above.get(x, 0)
             before = max(before, self._depth.get(x, 0))
         if _keeps_order(equation):
@@ -63,6 +64,15 @@ class Level:
             self._maker[x] = equation
             self._above[x] = above
             self._depth[x] = depth
+
+    def _read_by(self, equation: Any) -> Iterable[Any]:
+        """Notes that an equation reads its operands, and returns each once."""
+        values, stores = dict.fromkeys(variables(equation)), is_stored_by(equation)
+        for x in values:
+            self._readers.setdefault(x, []).append(equation)
+            if stores:
+                self._storing[x] = self._storing.get(x, 0) + 1
+        return values
 
     @property
     def equations(self) -> list[Any]:
@@ -102,13 +112,26 @@ class Level:
         """Returns the depth of what an equation reads."""
         return max((self._depth.get(x, 0) for x in variables(equation)), default=0)
 
+    def is_read_deeper(self, x: Any, depth: int) -> bool:
+        """Whether an equation reads a value beside another one of more than a depth."""
+        depths = self._depth
+        for equation in self._readers.get(x, ()):
+            for y in equation.invars:
+                if type(y) is not core.Literal and depths.get(y, 0) > depth:
+                    return True
+        return False
+
+    def is_read_stored(self, x: Any) -> bool:
+        """Whether a value is a result, or read by an equation that has its operands in memory."""
+        return x in self.results or bool(self._storing.get(x))
+
     def is_stored(self, x: Any, *, but: Any = None) -> bool:
         """Whether a value is in memory, whatever one equation does with it."""
         made = self.maker(x)
         if made is None or is_stored_by(made) or x in self.results:
             return True
         if but is None:
-            return any(map(is_stored_by, self.readers(x)))
+            return self.is_read_stored(x)
         return any(reader is not but for reader in self.readers(x))
 
     def replace(self, equation: Any, new: Any) -> None:
@@ -132,8 +155,7 @@ class Level:
 
     def _put(self, equation: Any, place: float) -> None:
         self._stand(equation, place)
-        for x in dict.fromkeys(variables(equation)):
-            self._readers.setdefault(x, []).append(equation)
+        self._read_by(equation)
         for x in equation.outvars:
             self._maker[x] = equation
 
@@ -172,8 +194,11 @@ class Level:
     def remove(self, equation: Any) -> None:
         """Removes an equation."""
         del self._equations[self._place[id(equation)]]
+        stores = is_stored_by(equation)
         for x in set(variables(equation)):
             self._readers[x] = [own for own in self._readers[x] if own is not equation]
+            if stores:
+                self._storing[x] -= 1
 
     def is_there(self, equation: Any) -> bool:
         """Whether an equation has been neither replaced nor removed."""
@@ -310,9 +335,10 @@ def called(equation: Any) -> core.Jaxpr | None:
 
 def is_stored_by(equation: Any) -> bool:
     """Whether an equation has its operands and results in memory."""
-    inner = called(equation) if equation.primitive.name in flat.CALLS else None
+    name = equation.primitive.name
+    inner = called(equation) if name in flat.CALLS else None
     if inner is None:
-        return kinds.is_apart(equation)
+        return kinds.is_alone(name)
     if inner not in _STORED_BY:
         _STORED_BY[inner] = any(map(is_stored_by, inner.eqns))
     return _STORED_BY[inner]

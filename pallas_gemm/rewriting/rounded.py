@@ -13,6 +13,8 @@ The kernel makes one part of such a sum of the value, and the other part is comp
 One of them is multiplied by a matrix. Then the value is rounded first, too.
 """
 
+import functools
+import operator
 from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from typing import Any
@@ -139,18 +141,28 @@ def _meets_product(level: Level, y: Any, region: Region, again: Collection[Any])
 
 def _adds_product(level: Level, some: AbstractSet[Any], others: AbstractSet[Any]) -> bool:
     """Whether one of some arrays is added to what follows near a product of others."""
-    behind: set[Any] = set()
-    for factor in others:
-        for reader in level.readers(factor):
-            if reader.primitive.name in PRODUCTS:
-                behind |= _after(level, reader.outvars, (), NEAR)[0]
-    return any(
-        reader.primitive.name in ADDING
-        and reader.outvars[0].aval.shape
-        and any(x in behind for x in variables(reader) if x is not own)
-        for own in (some if behind else ())
+    added = {
+        x
+        for own in some
         for reader in level.readers(own)
-    )
+        if reader.primitive.name in ADDING and reader.outvars[0].aval.shape
+        for x in variables(reader)
+        if x is not own
+    }
+    bits = functools.reduce(operator.or_, map(level.above, added), 0)
+    products = {
+        id(reader): reader.outvars
+        for factor in (others if added else ())
+        for reader in level.readers(factor)
+        if reader.primitive.name in PRODUCTS
+    }
+    for made in products.values():
+        bit = level.bit(made[0])
+        # Of a convolution, values do not say if they depend on it.
+        may_follow = bits & bit or not bit
+        if may_follow and not added.isdisjoint(_after(level, made, (), NEAR)[0]):
+            return True
+    return False
 
 
 def _are_read_together(level: Level, some: AbstractSet[Any], others: AbstractSet[Any]) -> bool:
