@@ -39,6 +39,7 @@ def _whole(scale: Any, shape: tuple[int, int]) -> Any:
 SHAPES = [(None, None), ((M, 2), (2, N)), ((M, 8), (2, 5)), ((3, 2), None), ((M, 1), (1, N))]
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize(("row", "col"), SHAPES, ids=str)
 @pytest.mark.parametrize("dtype", [E4M3, jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("transposed", [False, True])

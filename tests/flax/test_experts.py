@@ -43,25 +43,28 @@ def _dense(params: Any, x: jax.Array) -> jax.Array:
     return (each * counts.sum(2)[..., None]).sum(2)
 
 
-LAYER = nnx.Experts(INPUTS, **SIZES, rngs=stock_nnx.Rngs(0))
-PARAMS: Any = stock_nnx.to_pure_dict(stock_nnx.state(LAYER))
+@functools.cache
+def _initial() -> Any:
+    """The parameters that a layer begins with."""
+    layer = nnx.Experts(INPUTS, **SIZES, rngs=stock_nnx.Rngs(0))
+    return stock_nnx.to_pure_dict(stock_nnx.state(layer))
 
 
 def test_parameters_are_named_as_those_of_stock_layers_in_linen_and_nnx() -> None:
-    x = jax.ShapeDtypeStruct(X, jnp.float32)
+    x, initial = jax.ShapeDtypeStruct(X, jnp.float32), _initial()
     router = jax.eval_shape(nn.Dense(EXPERTS, use_bias=False).init, KEY, x)["params"]
-    layers.assert_same_structure(PARAMS["router"], router)
-    assert {name: PARAMS[name]["kernel"].shape for name in SHAPES} == SHAPES
+    layers.assert_same_structure(initial["router"], router)
+    assert {name: initial[name]["kernel"].shape for name in SHAPES} == SHAPES
     params = jax.eval_shape(linen.Experts(**SIZES).init, KEY, x)["params"]
-    layers.assert_same_structure(params, PARAMS)
+    layers.assert_same_structure(params, initial)
     # As of a stock layer of one expert: an expert more makes no input smaller.
     for name, (_, inputs, _) in SHAPES.items():
-        assert abs(PARAMS[name]["kernel"].std() * np.sqrt(inputs) - 1) < 0.1
+        assert abs(initial[name]["kernel"].std() * np.sqrt(inputs) - 1) < 0.1
 
 
 def test_results_and_gradients_are_those_of_all_experts_of_all_tokens() -> None:
     rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: reference.integers(rng, x.shape, x.dtype), PARAMS)
+    params = jax.tree.map(lambda x: reference.integers(rng, x.shape, x.dtype), _initial())
     x, g = (reference.integers(rng, X, jnp.float32) for _ in range(2))
     options: Any = {"routing": _by_logits, "activation": "relu", **SIZES}
     layer = nnx.Experts(INPUTS, **options, rngs=stock_nnx.Rngs(0))
@@ -119,7 +122,7 @@ def test_one_expert_may_get_all_tokens_and_none_is_dropped() -> None:
         gate, up, down = (params[name]["kernel"][-1] for name in SHAPES)
         return model.apply({"params": params}, x), ((x @ gate) * (x @ up)) @ down
 
-    np.testing.assert_array_equal(*both(PARAMS, x))
+    np.testing.assert_array_equal(*both(_initial(), x))
 
 
 def test_the_router_is_in_float32_and_the_rest_as_told() -> None:

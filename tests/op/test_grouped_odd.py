@@ -25,7 +25,7 @@ def exact(a: Any, b: Any) -> Any:
     return lax.ragged_dot(a.astype(F32), b.astype(F32), SIZES, precision="highest")
 
 
-@pytest.mark.every_other
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [BF16, F32, I8, E4M3])
 @pytest.mark.parametrize(("n", "k"), [(N, K), (64, K), (N, 64), (100, 120)])
 def test_rows_in_groups_are_exact(dtype: Any, n: int, k: int) -> None:
