@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
+from jax.sharding import NamedSharding
 
 from pallas_gemm.call import Operands
 from pallas_gemm.op.contraction import ONE, Contraction, Shape
+from pallas_gemm.op.mesh import mesh_axes, typed
 from pallas_gemm.problem import BLOCKS, OF_FACTORS, SCALES
 
 SHORTEST = 16
@@ -136,9 +138,15 @@ def _nearest(size: int, count: int, shortest: int) -> int:
 
 def _repeated(scale: Any, times: int, axis: int, size: int) -> Any:
     """Repeats each value along an axis, up to a size."""
+    front, rest = scale.shape[:axis], scale.shape[axis + 1 :]
     if isinstance(scale, jax.ShapeDtypeStruct):
-        return shaped(scale, (*scale.shape[:axis], size, *scale.shape[axis + 1 :]))
-    whole = jnp.repeat(scale, times, axis)
+        return shaped(scale, (*front, size, *rest))
+    # JAX repeats nothing along an axis that the type of an array says is split.
+    each = jnp.broadcast_to(
+        jnp.expand_dims(scale, axis + 1), (*scale.shape[: axis + 1], times, *rest)
+    )
+    whole = each.reshape(*front, scale.shape[axis] * times, *rest)
+    whole = typed.split_into(whole, axis, size)
     return jax.lax.slice_in_dim(whole, 0, size, axis=axis)
 
 
@@ -157,19 +165,21 @@ def as_vector(scale: Any, size: int, lead: Shape, *, left: bool) -> Any:
     if isinstance(scale, jax.ShapeDtypeStruct):
         return shaped(scale, (*front, size))
     vector = scale.reshape(*front, count)
-    return vector if count == size else jnp.repeat(vector, size // count, -1)
+    return vector if count == size else _repeated(vector, size // count, vector.ndim - 1, size)
 
 
 def alike(given: Operands) -> Operands:
     """Returns operands whose scales are all of blocks of the same length along k: the shortest."""
     axes = {name: -1 if name == BLOCKS[0] else -2 for name in BLOCKS}
     scales = {name: x for name in BLOCKS if (x := getattr(given, name)) is not None}
-    most = max((x.shape[axes[name]] for name, x in scales.items()), default=1)
+    counts = [x.shape[axes[name]] for name, x in scales.items()]
+    # Nothing of k is one block, or none.
+    most = min(counts) if 0 in counts else max(counts, default=1)
     found = {}
     for name, x in scales.items():
         axis = x.ndim + axes[name]
-        times = most // x.shape[axis]
-        found[name] = x if times == 1 else _repeated(x, times, axis, most)
+        count = x.shape[axis]
+        found[name] = x if count == most else _repeated(x, max(1, most // count), axis, most)
     return given._replace(**found)
 
 
@@ -208,7 +218,7 @@ def cut(dims: Contraction, given: Operands) -> tuple[Contraction, Operands]:
         own = operands.get(name) or getattr(dims, name)
         found[name], new = _reshaped(x, own, cuts)
         letters[{"a": "lhs", "b": "rhs"}.get(name, name)] = new
-    letters.pop("up", None)
+    factor_letters = {"a": letters["lhs"], "b": letters["rhs"], "up": letters.pop("up", "")}
     for name, x in scales.items():
         left = name == "row_blocks"
         front = (dims.lhs if left else dims.rhs)[: x.ndim - 2]
@@ -216,11 +226,30 @@ def cut(dims: Contraction, given: Operands) -> tuple[Contraction, Operands]:
         pair = zip("mk" if left else "kn", x.shape[-2:], strict=True)
         each = [_first_parts(cuts.get(letter), letter, count) for letter, count in pair]
         parts = tuple(size for _, shape in each for size in shape)
-        found[name] = shaped(x, (*x.shape[:-2], *parts))
+        of = "a" if left else "up" if name.startswith("up") else "b"
+        first = [*front, *(own[0] for own, _ in each)]
+        split = _split_as(x, first, found[of], factor_letters[of])
+        found[name] = shaped(split, (*x.shape[:-2], *parts))
         letters[name] = front + "".join(own for own, _ in each)
     _, letters["out"] = _reshaped(None, dims.out, cuts)
     letters["whole"] = dims.out
     return dims.with_letters(**letters), Operands(**{"a": None, "b": None} | found)
+
+
+def _split_as(x: Any, letters: Sequence[str], factor: Any, own: str) -> Any:
+    """Splits scales as their factor is split, where its type says how.
+
+    Args:
+        x: The scales.
+        letters: The dimension of the factor that each of theirs begins with.
+        factor: The factor, cut.
+        own: Its dimensions.
+    """
+    split = typed.placement_of(factor)
+    if split is None:
+        return x
+    axes = dict(zip(own, split, strict=True))
+    return typed.split_along(x, [axes.get(letter, ()) for letter in letters])
 
 
 def _cut_of(
@@ -264,27 +293,36 @@ def _reshaped(x: Any, letters: str, cuts: Mapping[str, Cut]) -> tuple[Any, str]:
             # One at a time: of an explicit mesh, JAX splits no two dimensions at once.
             place = len(shape) - (len(letters) - letters.index(c))
             shape = (*shape[:place], *cuts[c].sizes, *shape[place + 1 :])
-            x = shaped(x, shape)
+            x = shaped(typed.split_into(x, place, cuts[c].sizes[0]), shape)
     return x, new
 
 
-def cut_spec(sharding: Any, before: str, after: str) -> Any:
+def cut_spec(sharding: Any, before: str, dims: Contraction, operands: Sequence[Any]) -> Any:
     """Returns how a result whose dimensions are cut is split: the outermost part as the whole.
+
+    Axes that would split a block split nothing.
 
     Args:
         sharding: The sharding that is asked for, or its axes for each dimension, or None.
         before: The letters of the dimensions before they are cut.
-        after: The letters of the parts; the last part of each has the letter of the whole.
+        dims: The dimensions after that; the last part of each has the letter of the whole.
+        operands: The operands, cut.
     """
     if sharding is None:
         return None
     spec = getattr(sharding, "spec", sharding)
+    mesh = getattr(sharding, "mesh", jax.sharding.get_abstract_mesh())
     axes, found, is_first = dict(zip(before, spec, strict=False)), [], True
+    after, sizes = dims.out, dims.sizes(operands[0].shape, operands[1].shape)
     for place, letter in enumerate(after):
         whole = next(x for x in after[place:] if x in before)
-        found.append(axes.get(whole) if is_first else None)
+        own = axes.get(whole) if is_first else None
         is_first = letter in before
-    return tuple(found)
+        if own is not None and not is_first:
+            own = mesh_axes.dividing(mesh, (own,) if isinstance(own, str) else own, sizes[letter])
+        found.append(own or None)
+    new = jax.P(*found)
+    return NamedSharding(mesh, new) if isinstance(sharding, NamedSharding) else new
 
 
 def shaped(x: Any, shape: Shape) -> Any:

@@ -97,7 +97,7 @@ def answer(
         check_named(options, fused.plan(call, dims, function, signature_of((*own, *taken))))
     run: Callable[..., Any] = fused.fused
     if request.is_explicit(*everything):
-        spec = blocks.cut_spec(how.get("out_sharding"), dims.whole or dims.out, dims.out)
+        spec = blocks.cut_spec(how.get("out_sharding"), dims.whole or dims.out, dims, own)
         run = functools.partial(explicit_fused, spec=spec)
     return jax.tree.unflatten(tree, run(call, dims, function, *own, *taken))
 

@@ -17,19 +17,19 @@ from jax.sharding import AxisType, NamedSharding
 
 from pallas_gemm.api import arguments, blocks, extras
 from pallas_gemm.api.few_bits import weight_operands
-from pallas_gemm.call import Call, Operands, Options, signature_of
+from pallas_gemm.call import OF_RESULT, Call, Operands, Options, signature_of
 from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.functions import activations
 from pallas_gemm.op import canonical, contraction, product
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh import mesh_axes, mesh_context, typed
 from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.op.rounding import is_rounded_once
 from pallas_gemm.planning import numerics, scheme
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.planning.targeting import known_target
-from pallas_gemm.problem import Epilogue, element_type
+from pallas_gemm.problem import SCALES, Epilogue, element_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,6 +43,7 @@ class Request:
         by_xla: Computes the same from the operands that there are without the primitive.
         outside: Why no kernel is considered; None if one is.
         shape: The shape of the result, where its dimensions are cut into blocks; else None.
+        split: How it is then split where types say so; None elsewhere.
     """
 
     call: Call
@@ -51,10 +52,14 @@ class Request:
     by_xla: Callable[..., jax.Array]
     outside: str | None
     shape: tuple[int, ...] | None = None
+    split: NamedSharding | None = None
 
     def answered(self, result: jax.Array) -> jax.Array:
         """Returns the result as it was asked for."""
-        return result if self.shape is None else contraction.joined(result, self.shape)
+        if self.shape is None:
+            return result
+        whole = contraction.joined(result, self.shape)
+        return whole if self.split is None else jax.sharding.reshard(whole, self.split)
 
     @property
     def merged(self) -> canonical.Merged:
@@ -66,18 +71,29 @@ class Request:
 
     @property
     def result_sharding(self) -> NamedSharding | None:
-        """How the result is split where types say so, on an explicit mesh; None elsewhere."""
-        operands = self.operands.present()
-        if not is_explicit(*operands):
-            return None
-        try:
-            result: Any = jax.make_jaxpr(self.by_xla)(*operands).out_avals[0]
-        except Exception as error:
-            # JAX's own, which shows how each operand is split, but names no dimension.
-            if found := _split_by_one_axis(self.contraction, *operands[:2]):
-                error.args = (f"{error}; {found}",)
-            raise
-        return result.sharding
+        """How several devices split the result where types say so; None elsewhere."""
+        return self.type_sharding if is_explicit(*self.operands.present()) else None
+
+    @property
+    def type_sharding(self) -> NamedSharding | None:
+        """The sharding of the result's type on an explicit mesh, of one device too; else None."""
+        return _type_sharding(self.by_xla, self.contraction, *self.operands.present())
+
+
+def _type_sharding(
+    compute: Callable[..., Any], dims: Contraction, *operands: Any
+) -> NamedSharding | None:
+    """Returns how a result is split where the types of operands say so; None elsewhere."""
+    if all(typed.sharding_of(x) is None for x in operands):
+        return None
+    try:
+        result: Any = jax.make_jaxpr(compute)(*operands).out_avals[0]
+    except Exception as error:
+        # JAX's own, which shows how each operand is split, but names no dimension.
+        if found := _split_by_one_axis(dims, *operands[:2]):
+            error.args = (f"{error}; {found}",)
+        raise
+    return result.sharding
 
 
 def _split_by_one_axis(dims: Contraction, a: jax.Array, b: jax.Array) -> str:
@@ -127,18 +143,67 @@ def of_gemm(
     epilogue = dataclasses.replace(epilogue, activation=activation)
     dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
     dims = dims.with_letters(**extras.letters(given, dims.out, shape))
+    out_sharding = result.get("out_sharding")
+    given = _split_scales(given._replace(a=a, b=b, up=up), operands, dims, out_sharding)
     multiply = functools.partial(_matmul, transpose_a, transpose_b)
     if result.get("preferred_element_type") is not None:
-        a = _strong(a)
-    given = given._replace(a=a, b=b, up=up)
+        given = given._replace(a=_strong(a))
     asked = functools.partial(_request, epilogue=epilogue, options=options)
     if not epilogue.blocks:
         return asked(given, dims, multiply=multiply, **result)
-    before = dims.out
+    before, plain = dims.out, functools.partial(multiply, out_sharding=out_sharding)
+    split = _split_without_scales(plain, dims, given)
     dims, given = blocks.cut(dims, given)
     in_blocks = functools.partial(_in_blocks, dims, before)
     whole = asked(given, dims, multiply=in_blocks, **result)
-    return dataclasses.replace(whole, shape=shape.whole)
+    return dataclasses.replace(whole, shape=shape.whole, split=split)
+
+
+def _split_scales(
+    given: Operands, before: Operands, dims: Contraction, out_sharding: Any
+) -> Operands:
+    """Splits scales of rows and columns where types say how a result is to be split.
+
+    As the result, if that is asked for. Otherwise as their factor is, if they were those of blocks
+    that are as long as k: fewer axes may split these than it.
+
+    Args:
+        given: The operands, with one value for each row or column.
+        before: As they were given.
+        dims: The dimensions.
+        out_sharding: The sharding that is asked for.
+    """
+    found = {}
+    factors = (given.a, dims.lhs), (given.b, dims.rhs), (given.up, dims.rhs)
+    for name, (factor, letters) in zip(SCALES, factors, strict=True):
+        x, split = getattr(given, name), typed.placement_of(factor)
+        if x is None or split is None:
+            continue
+        ranks = (np.ndim(getattr(before, own)) for own in (name, blocks.OF_SCALES[name]))
+        if out_sharding is not None:
+            wanted = mesh_axes.axes_of(out_sharding, len(dims.out))
+            axes = dict(zip(dims.out, wanted, strict=True))
+        elif max(ranks) > x.ndim:
+            axes = dict(zip(letters, split, strict=True))
+        else:
+            continue
+        found[name] = typed.split_along(x, [axes.get(c, ()) for c in getattr(dims, name)])
+    return given._replace(**found)
+
+
+def _split_without_scales(
+    multiply: Callable[..., Any], dims: Contraction, given: Operands
+) -> NamedSharding | None:
+    """Returns how a product of operands whose blocks are scaled is split: as one without scales."""
+    names = ("a", "b", *(name for name in OF_RESULT if getattr(given, name) is not None))
+
+    def plain(*operands: Any) -> Any:
+        # Of a type in which any two arrays may be added and multiplied.
+        wide = (x.astype(np.float32) for x in operands)
+        own = dims.aligned(Operands(**dict(zip(names, wide, strict=True))))
+        return sum((getattr(own, name) for name in names[2:]), start=multiply(own.a, own.b))
+
+    return _type_sharding(plain, dims, *(getattr(given, name) for name in names))
 
 
 def _strong(x: Any) -> Any:
@@ -301,7 +366,7 @@ def _in_blocks(
 ) -> jax.Array:
     del precision  # The call has it.
     squeezed, given = product.squeezed(call, dims, operands)
-    spec = blocks.cut_spec(out_sharding, before, squeezed.out)
+    spec = blocks.cut_spec(out_sharding, before, squeezed, given)
     return squeezed.by_xla(call, *given, spec=spec)
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import NamedSharding
 
 from pallas_gemm.call import DIMENSIONS, OF_RESULT, Call, Operands
 from pallas_gemm.planning.by_xla import xla
@@ -199,7 +200,8 @@ class Contraction:
         Args:
             call: The call.
             *operands: Its operands.
-            spec: The axes of an explicit mesh that split each dimension of the result, if said.
+            spec: The axes of an explicit mesh that split each dimension of the result, if said, or
+                a sharding.
         """
         given = call.unpack(operands)
         if call.epilogue.blocks:
@@ -259,14 +261,16 @@ def _dot_general(
 
     numbers = (places(dims.contracted), places(dims.batch))
     found = dims.batch + dims.rows + dims.columns
-    axes = dict(zip(dims.out, spec or (), strict=False))
+    axes = dict(zip(dims.out, getattr(spec, "spec", spec) or (), strict=False))
+    own = jax.P(*(axes.get(x) for x in found))
+    wanted = NamedSharding(spec.mesh, own) if isinstance(spec, NamedSharding) else own
     result = dot_general(
         a,
         b,
         numbers,
         precision=precision,
         preferred_element_type=out_dtype,
-        out_sharding=None if spec is None else jax.P(*(axes.get(x) for x in found)),
+        out_sharding=None if spec is None else wanted,
     )
     if found == dims.out:
         return result

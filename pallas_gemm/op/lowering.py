@@ -63,9 +63,14 @@ def effects(call: Call, signature: Signature) -> Any:
 
     Nobody else needs to know that several kernels write into one result.
     """
+    if call.options.implementation != "interpret":
+        return set()
+    decision = dispatch.decide(call, signature)
+    if decision.plan is None:
+        # XLA computes what is empty.
+        return set()
 
     def made() -> Callable[..., Any]:
-        decision = dispatch.decide(call, signature)
         return _telling(call, decision, _traced_once(call, decision))
 
     return effects_of(call, made, signature)
@@ -93,7 +98,7 @@ def _lowered(
     """Lowers a whole product, for one device or for several that share it."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *operands, call=call, contraction=contraction, gpu=gpu)
-    refuse_simulation(call)
+    refuse_simulation(call.options.implementation)
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
         refuse_unshared(call, ctx.module_context)
         run = functools.partial(contraction.by_xla, call)
@@ -144,9 +149,9 @@ def refuse_unshared(call: Call, module: Any) -> None:
     numerics.refuse_promised(call.options, why)
 
 
-def refuse_simulation(call: Call) -> None:
-    """Raises an error if a product of several devices is to be simulated."""
-    if call.options.implementation == "interpret":
+def refuse_simulation(implementation: str | None) -> None:
+    """Raises an error if what several devices compute is to be simulated."""
+    if implementation == "interpret":
         raise ValueError(
             "implementation='interpret' simulates the kernel of one GPU, but this program is for"
             " several devices; inside `jax.shard_map` over all axes of the mesh each has its own"

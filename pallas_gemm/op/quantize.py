@@ -10,7 +10,7 @@ It has no derivative. On a mesh, each device quantizes its part (`quantize_parti
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_gemm.call import Signature, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.kernels import quantize as blocks
 from pallas_gemm.kernels.quantize import Quantization
-from pallas_gemm.op import kept_kernels
-from pallas_gemm.op.mesh import mesh_context, quantize_partition
+from pallas_gemm.op import kept_kernels, lowering
+from pallas_gemm.op.mesh import explicit, mesh_context, quantize_partition
 from pallas_gemm.op.product import equally_varying, give_rules, lower_by
 from pallas_gemm.planning import quantize as planning
 from pallas_gemm.planning import targeting
@@ -46,13 +47,24 @@ def quantize(
     Tiles are those of groups of rows, if these are told apart.
     """
     given = equally_varying((x, *tiles))
-    return quantize_p.bind(
-        *given,
-        how=how,
-        implementation=implementation,
-        target=targeting.known_target(x),
-        devices=mesh_context.request_of(implementation, given),
-    )
+    run = _Whole(how, implementation, targeting.known_target(x))
+    shardings = quantize_partition.result_shardings(how, *map(jax.typeof, given))
+    if shardings is None or shardings[0].mesh.size == 1:
+        return run(*given)
+    lowering.refuse_simulation(implementation)
+    return explicit.computed(run, shardings, *given)
+
+
+class _Whole(NamedTuple):
+    """A function that quantizes an array, with the arguments of `quantize`."""
+
+    how: Quantization
+    implementation: str | None
+    target: Device | None
+
+    def __call__(self, *given: jax.Array) -> list[Any]:
+        devices = mesh_context.request_of(self.implementation, given)
+        return quantize_p.bind(*given, **self._asdict(), devices=devices)
 
 
 @quantize_p.def_effectful_abstract_eval
@@ -69,8 +81,17 @@ def _abstract_part(*given: Any, how: Quantization, **_: Any) -> Any:
 
 
 def _types(how: Quantization, *given: Any) -> Any:
-    # Of an array on no mesh, they depend on the mesh that is in use.
-    return _types_on(jax.sharding.get_abstract_mesh(), how, *given)
+    shardings = quantize_partition.result_shardings(how, *given)
+    if shardings is None:
+        # Of an array on no mesh, they depend on the mesh that is in use.
+        return _types_on(jax.sharding.get_abstract_mesh(), how, *given)
+    alone = mesh_context.types_off_mesh(*signature_of(given))
+    with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
+        types = _types_on(mesh_context.no_mesh(), how, *alone)
+    return [
+        given[0].update(shape=own.shape, dtype=own.dtype, weak_type=False, sharding=sharding)
+        for own, sharding in zip(types, shardings, strict=True)
+    ]
 
 
 @functools.lru_cache(maxsize=1024)
@@ -91,13 +112,15 @@ def _lowered(
     """Lowers it for one device, or for several that share the array."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *given, gpu=gpu, **asked)
+    lowering.refuse_simulation(asked["implementation"])
     how, target = asked["how"], asked["target"]
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
         run = functools.partial(blocks.by_xla, how=how)
     else:
         part = functools.partial(_part_p.bind, how=how, implementation=asked["implementation"])
         run = functools.partial(quantize_partition.shared, how, part, target)
-    return mlir.lower_fun(run, multiple_results=True)(ctx, *given)
+    # No type says how the arrays in between are split: blocks of 128 rows of 64 have no such type.
+    return mesh_context.lower_off_mesh(ctx, run, given)
 
 
 def _lowered_part(

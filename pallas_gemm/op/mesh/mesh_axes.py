@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import OF_RESULT, Call, Signature
 from pallas_gemm.op.contraction import Contraction
@@ -53,7 +53,7 @@ def sums_dtype(call: Call, signature: Signature) -> np.dtype:
     return travelling_dtype(wide, result, call.options.reduced)
 
 
-def dividing(mesh: Mesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes:
+def dividing(mesh: Mesh | AbstractMesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes:
     """Returns those of some axes that split a dimension into parts of one size.
 
     Args:
@@ -68,6 +68,20 @@ def dividing(mesh: Mesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes
             parts *= mesh.shape[axis]
             found += (axis,)
     return found
+
+
+def axes_of(sharding: NamedSharding | PartitionSpec, rank: int) -> Placement:
+    """Reads from the type of an array which axes of an explicit mesh split each dimension."""
+    said = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    spec = (*said, *(None,) * (rank - len(said)))
+    return tuple((own,) if isinstance(own, str) else tuple(own or ()) for own in spec)
+
+
+def spec_of(placement: Iterable[Axes]) -> PartitionSpec:
+    """Returns a placement as JAX's types have it."""
+    return PartitionSpec(
+        *((axes if len(axes) > 1 else axes[0]) if axes else None for axes in placement)
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +134,7 @@ class Split:
 
     def sharding(self, placement: Placement) -> NamedSharding:
         """Returns a placement as JAX takes it."""
-        return NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in placement)))
+        return NamedSharding(self.mesh, spec_of(placement))
 
     def local(self, shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
         """Returns the shape of one device's part."""

@@ -1,0 +1,116 @@
+"""Arrays of several dimensions as matrices, and back: on an explicit mesh, too.
+
+JAX has no type for a dimension that is merged from several of which an inner one is split. Here
+axes that split any of them split what they are merged into. So that nothing is sent, the rows of a
+device follow each other in the matrix:
+
+    [examples, positions along x, features]
+    [examples, x, own positions, features]
+    [x, examples, own positions, features]
+    [rows along x, features]
+"""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import NamedSharding
+
+from pallas_gemm.op.mesh import explicit, mesh_axes, typed
+
+Shape = tuple[int, ...]
+
+
+class Rows(NamedTuple):
+    """The rows of a matrix, which are merged from dimensions.
+
+    Attributes:
+        shape: Their sizes.
+        parts: Into how many parts each is split.
+    """
+
+    shape: Shape
+    parts: Shape
+
+    @classmethod
+    def of(cls, x: jax.Array, dims: int) -> "Rows":
+        """Returns the rows of an array whose first dimensions are merged, as it is split."""
+        shape, split = x.shape[:dims], typed.placement_of(x)
+        if split is None:
+            return cls(shape, (1,) * dims)
+        sizes = jax.typeof(x).sharding.mesh.shape
+        return cls(shape, tuple(math.prod(sizes[axis] for axis in own) for own in split[:dims]))
+
+    @property
+    def cut(self) -> Shape:
+        """The parts of each dimension, and the size of a part, one after the other."""
+        pairs = zip(self.shape, self.parts, strict=True)
+        return tuple(own for size, parts in pairs for own in (parts, size // parts))
+
+    def matrix(self, x: jax.Array) -> jax.Array:
+        """Returns an array that begins with these dimensions as a matrix."""
+        sharding = typed.sharding_of(x)
+        run = _Merged(self)
+        if sharding is None:
+            return run(x)[0]
+        dims = len(self.shape)
+        return explicit.computed(run, [of_matrix(sharding, x.shape, dims)], x)[0]
+
+    def whole(
+        self, x: jax.Array, columns: Sequence[int], sharding: NamedSharding | None
+    ) -> jax.Array:
+        """Returns a matrix as an array that begins with these dimensions.
+
+        Args:
+            x: The matrix.
+            columns: The sizes of the dimensions that its columns are merged from.
+            sharding: How the array is split, if its type says so.
+        """
+        run = _Apart(self, tuple(columns))
+        return run(x)[0] if sharding is None else explicit.computed(run, [sharding], x)[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Merged:
+    """An array as a matrix, as a function."""
+
+    rows: Rows
+
+    def __call__(self, x: jax.Array) -> list[jax.Array]:
+        dims = len(self.rows.shape)
+        columns = math.prod(x.shape[dims:])
+        order = (*range(0, 2 * dims, 2), *range(1, 2 * dims, 2), 2 * dims)
+        cut = x.reshape(*self.rows.cut, columns).transpose(order)
+        return [cut.reshape(math.prod(self.rows.shape), columns)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Apart:
+    """A matrix as an array, as a function."""
+
+    rows: Rows
+    columns: Shape
+
+    def __call__(self, x: jax.Array) -> list[jax.Array]:
+        dims, cut = len(self.rows.shape), self.rows.cut
+        order = (*(own for i in range(dims) for own in (i, dims + i)), 2 * dims)
+        whole = x.reshape(*cut[::2], *cut[1::2], x.shape[1]).transpose(order)
+        return [whole.reshape(*self.rows.shape, *self.columns)]
+
+
+def of_matrix(sharding: NamedSharding, shape: Sequence[int], dims: int) -> NamedSharding:
+    """Returns how the matrix is split that an array of this shape becomes.
+
+    Args:
+        sharding: How the array is split.
+        shape: Its shape.
+        dims: How many dimensions the rows of the matrix are merged from.
+    """
+    placement, mesh = mesh_axes.axes_of(sharding, len(shape)), sharding.mesh
+    merged = []
+    for own, sizes in ((placement[:dims], shape[:dims]), (placement[dims:], shape[dims:])):
+        axes = (axis for each in own for axis in each)
+        merged.append(mesh_axes.dividing(mesh, axes, math.prod(sizes)))
+    return NamedSharding(mesh, mesh_axes.spec_of(merged))
