@@ -76,7 +76,7 @@ def axis_size(axis_name: Any, *, several: bool = False) -> int:
         ValueError: No `shard_map` around the call has it, or it is not one axis.
     """
     if several or isinstance(axis_name, str):
-        # JAX calls a name unbound; a number is an axis of an array to it.
+        # JAX says that a name is unbound, and takes a number for an axis of an array.
         with contextlib.suppress(NameError, KeyError, ValueError):
             return jax.lax.axis_size(axis_name)
     legal = "one axis or a tuple of axes" if several else "one axis"

@@ -16,7 +16,7 @@ from pallas_gemm.op import widening
 
 INT8 = jnp.dtype(jnp.int8)
 OF_COLUMNS = ("int8", "float8_e4m3fn", "float8_e5m2")
-"""Types of weights with a scale for each column; others have no such numbers, or no product."""
+"""The types that weights with a scale for each column may have."""
 
 
 def check(bits: Any, group: Any, zero_points: Any) -> None:

@@ -73,7 +73,7 @@ def with_result(
     inputs, kernel, *biases = operands
     wanted = options.get("preferred_element_type")
     dtype = jnp.result_type(inputs, kernel) if wanted is None else wanted
-    # A bias of a narrower type than the result is no error of strict promotion.
+    # Strict promotion would refuse a bias of a narrower type than the result.
     with jax.numpy_dtype_promotion("standard"):
         dtype = jnp.result_type(dtype, *(x.dtype for x in biases if x is not None))
     if residual is not None:

@@ -271,7 +271,8 @@ def _batch(
     is_promised = call.contracted and call.options.numerics is not None
     if None not in dims and len(dims) == 3 and call.epilogue.is_identity and not is_promised:
         mapped = [jnp.moveaxis(x, d, 0) for x, d in zip(operands, dims, strict=True)]
-        # XLA takes a known number of groups; and rows in none need a group that they may count to.
+        # XLA asks for a known number of groups. Rows in no group count as those of the last group,
+        # so there has to be one.
         if not is_symbolic_dim(mapped[0].shape[0]) and mapped[2].shape[1]:
             return _groups_of_groups(call, *mapped), 0
     return one_by_one(functools.partial(grouped, call), operands, dims), 0

@@ -34,7 +34,7 @@ def of(decision: Decision, call: Call) -> Callable[..., Any]:
 def by_xla_otherwise(plan: Plan, call: Call) -> bool:
     """Whether XLA computes a product whose elements do not fit in arrays of float16.
 
-    No second kernel is compiled for one product of TF32, which XLA computes as fast but for groups.
+    XLA computes a product of TF32 without groups as fast, so no second kernel is compiled for it.
     But only kernels keep promises, and a kernel may be named.
     """
     options = call.options

@@ -25,6 +25,7 @@ def exact(a: Any, b: Any) -> Any:
     return lax.ragged_dot(a.astype(F32), b.astype(F32), SIZES, precision="highest")
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("dtype", [BF16, F32, I8, E4M3])
 @pytest.mark.parametrize(("n", "k"), [(N, K), (64, K), (N, 64), (100, 120)])
 def test_rows_in_groups_are_exact(dtype: Any, n: int, k: int) -> None:
@@ -33,6 +34,7 @@ def test_rows_in_groups_are_exact(dtype: Any, n: int, k: int) -> None:
     np.testing.assert_array_equal(result, exact(a, b))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("dtype", [I8, jnp.int4])
 @pytest.mark.parametrize(("n", "k"), [(N, K), (64, K), (56, 72)])
 def test_matrices_of_few_bits_are_exact(dtype: Any, n: int, k: int) -> None:
@@ -41,6 +43,7 @@ def test_matrices_of_few_bits_are_exact(dtype: Any, n: int, k: int) -> None:
     np.testing.assert_array_equal(result, exact(a, b))
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("dtypes", [(BF16, BF16), (F32, F32), (I8, I8), (E4M3, jnp.float8_e5m2)])
 @pytest.mark.parametrize(("m", "n"), [(N, K), (64, 48)])
 def test_sums_over_groups_are_exact(dtypes: Any, m: int, n: int) -> None:

@@ -43,7 +43,7 @@ Rule = Callable[[Taken], int | None]
 def axes_of_rows(function: flat.Flat, sums: int, rows: Any) -> dict[int, int | str]:
     """Returns the axis of the rows of each value that is made of the sums.
 
-    In the place of an axis is the reason, in words, of a value whose rows are mixed.
+    If the rows of a value are mixed, it has the reason in words in place of an axis.
 
     Args:
         function: It takes the sums first, whose first axis is that of the rows.
@@ -177,7 +177,7 @@ def _dotted(taken: Taken) -> int | None:
 
 def _gathered(taken: Taken) -> int | None:
     numbers, (axis, of_index) = taken.params["dimension_numbers"], taken.axes
-    # What is no part of a slice has the dimensions of the indices, but for the last one.
+    # The other dimensions of the result are those of the indices without the last one.
     others = [i for i in range(len(taken.out)) if i not in numbers.offset_dims]
     if axis is None:
         return others[taken.first] if taken.first < len(others) else None

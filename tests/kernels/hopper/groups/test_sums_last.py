@@ -38,6 +38,7 @@ SIZES = {
 }
 
 
+@pytest.mark.every_other
 @pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
 @pytest.mark.parametrize("name", CONFIGS)
 # The simulator multiplies with NumPy, which warns of what this test is about.
