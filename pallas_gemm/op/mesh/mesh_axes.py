@@ -72,7 +72,7 @@ def dividing(mesh: Mesh | AbstractMesh, axes: Iterable[str], size: int, parts: i
 
 def axes_of(sharding: NamedSharding | PartitionSpec, rank: int) -> Placement:
     """Reads from the type of an array which axes of an explicit mesh split each dimension."""
-    said = sharding.spec if isinstance(sharding, NamedSharding) else sharding
+    said = (sharding.spec if isinstance(sharding, NamedSharding) else sharding).partitions
     spec = (*said, *(None,) * (rank - len(said)))
     return tuple((own,) if isinstance(own, str) else tuple(own or ()) for own in spec)
 

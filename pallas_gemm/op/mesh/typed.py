@@ -1,6 +1,6 @@
 """Arrays of an explicit mesh, whose types say how they are split: the same, split in another way.
 
-An array whose type says nothing of a mesh stays what it is.
+An array whose type says nothing of a mesh stays what it is. A partial sum stays, too.
 """
 
 from collections.abc import Iterable
@@ -9,7 +9,7 @@ from typing import Any
 import jax
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_gemm.op.mesh import mesh_axes
+from pallas_gemm.op.mesh import mesh_axes, mesh_context
 from pallas_gemm.op.mesh.resharding import Axes, Placement
 
 
@@ -18,7 +18,8 @@ def sharding_of(x: Any) -> NamedSharding | None:
     if not isinstance(x, jax.Array):
         return None
     sharding: NamedSharding = jax.typeof(x).sharding
-    return sharding if AxisType.Explicit in sharding.mesh.axis_types else None
+    is_said = AxisType.Explicit in sharding.mesh.axis_types
+    return sharding if is_said and not mesh_context.is_partial_sum(jax.typeof(x)) else None
 
 
 def placement_of(x: Any) -> Placement | None:
