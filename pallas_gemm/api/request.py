@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,21 +15,21 @@ from jax.lax import dot, dot_general
 from jax.numpy import matmul
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_gemm.api import arguments, blocks, extras
+from pallas_gemm.api import arguments, extras
 from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.call import OF_RESULT, Call, Operands, Options, signature_of
 from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.functions import activations
-from pallas_gemm.op import canonical, contraction, product
+from pallas_gemm.op import canonical, contraction, in_blocks
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.mesh import mesh_axes, mesh_context, typed
+from pallas_gemm.op.mesh import mesh_context, typed
 from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.op.rounding import is_rounded_once
 from pallas_gemm.planning import numerics, scheme
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.planning.targeting import known_target
-from pallas_gemm.problem import SCALES, Epilogue, element_type
+from pallas_gemm.problem import BLOCKS, SCALES, Epilogue, element_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Request:
         operands: As they were given.
         by_xla: Computes the same from the operands that there are without the primitive.
         outside: Why no kernel is considered; None if one is.
-        shape: The shape of the result, where its dimensions are cut into blocks; else None.
-        split: How it is then split where types say so; None elsewhere.
+        plain: JAX's product of two factors, split as the caller asked for it.
+        is_scaled: Scales have a dimension along k. They have no say in how the result is split.
     """
 
     call: Call
@@ -51,23 +51,17 @@ class Request:
     operands: Operands
     by_xla: Callable[..., jax.Array]
     outside: str | None
-    shape: tuple[int, ...] | None = None
-    split: NamedSharding | None = None
-
-    def answered(self, result: jax.Array) -> jax.Array:
-        """Returns the result as it was asked for."""
-        if self.shape is None:
-            return result
-        whole = contraction.joined(result, self.shape)
-        return whole if self.split is None else jax.sharding.reshard(whole, self.split)
+    plain: functools.partial[jax.Array]
+    is_scaled: bool = False
 
     @property
     def merged(self) -> canonical.Merged:
         """The product of matrices that one device would compute alone."""
-        signature = signature_of(self.operands.present())
-        dims, shapes = self.contraction.without_ones(self.call, [shape for shape, _ in signature])
-        dtypes = [dtype for _, dtype in signature]
-        return canonical.merged(self.call, dims, tuple(zip(shapes, dtypes, strict=True)))
+        types = [jax.ShapeDtypeStruct(*own) for own in signature_of(self.operands.present())]
+        dims, *own = in_blocks.ready(self.call, self.contraction, types)
+        dims, shapes = dims.without_ones(self.call, [x.shape for x in own])
+        pairs = zip(shapes, [x.dtype for x in own], strict=True)
+        return canonical.merged(self.call, dims, tuple(pairs))
 
     @property
     def result_sharding(self) -> NamedSharding | None:
@@ -77,23 +71,34 @@ class Request:
     @property
     def type_sharding(self) -> NamedSharding | None:
         """The sharding of the result's type on an explicit mesh, of one device too; else None."""
-        return _type_sharding(self.by_xla, self.contraction, *self.operands.present())
+        operands = self.operands.present()
+        if self.plain.keywords["out_sharding"] is None and not typed.are_split(*operands):
+            return None
+        return self.unscaled_sharding if self.is_scaled else self._sharding(self.by_xla, operands)
 
+    @property
+    def unscaled_sharding(self) -> NamedSharding:
+        """The sharding of the result's type if nothing scales it, and no activation follows."""
+        names = ("a", "b", *(x for x in OF_RESULT if x not in SCALES))
+        given = {name: x for name in names if (x := getattr(self.operands, name)) is not None}
 
-def _type_sharding(
-    compute: Callable[..., Any], dims: Contraction, *operands: Any
-) -> NamedSharding | None:
-    """Returns how a result is split where the types of operands say so; None elsewhere."""
-    if all(typed.sharding_of(x) is None for x in operands):
-        return None
-    try:
-        result: Any = jax.make_jaxpr(compute)(*operands).out_avals[0]
-    except Exception as error:
-        # JAX's own, which shows how each operand is split, but names no dimension.
-        if found := _split_by_one_axis(dims, *operands[:2]):
-            error.args = (f"{error}; {found}",)
-        raise
-    return result.sharding
+        def unscaled(*operands: jax.Array) -> jax.Array:
+            # Of a type in which any two arrays may be added and multiplied.
+            wide = (x.astype(np.float32) for x in operands)
+            own = self.contraction.aligned(Operands(**dict(zip(given, wide, strict=True))))
+            return sum(own.present()[2:], start=self.plain(own.a, own.b))
+
+        return self._sharding(unscaled, given.values())
+
+    def _sharding(self, compute: Callable[..., Any], operands: Iterable[Any]) -> NamedSharding:
+        try:
+            result: Any = jax.make_jaxpr(compute)(*operands).out_avals[0]
+        except Exception as error:
+            # JAX's own, which shows how each operand is split, but names no dimension.
+            if found := _split_by_one_axis(self.contraction, *self.operands[:2]):
+                error.args = (f"{error}; {found}",)
+            raise
+        return result.sharding
 
 
 def _split_by_one_axis(dims: Contraction, a: jax.Array, b: jax.Array) -> str:
@@ -143,67 +148,12 @@ def of_gemm(
     epilogue = dataclasses.replace(epilogue, activation=activation)
     dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
     dims = dims.with_letters(**extras.letters(given, dims.out, shape))
-    out_sharding = result.get("out_sharding")
-    given = _split_scales(given._replace(a=a, b=b, up=up), operands, dims, out_sharding)
     multiply = functools.partial(_matmul, transpose_a, transpose_b)
     if result.get("preferred_element_type") is not None:
-        given = given._replace(a=_strong(a))
-    asked = functools.partial(_request, epilogue=epilogue, options=options)
-    if not epilogue.blocks:
-        return asked(given, dims, multiply=multiply, **result)
-    before, plain = dims.out, functools.partial(multiply, out_sharding=out_sharding)
-    split = _split_without_scales(plain, dims, given)
-    dims, given = blocks.cut(dims, given)
-    in_blocks = functools.partial(_in_blocks, dims, before)
-    whole = asked(given, dims, multiply=in_blocks, **result)
-    return dataclasses.replace(whole, shape=shape.whole, split=split)
-
-
-def _split_scales(
-    given: Operands, before: Operands, dims: Contraction, out_sharding: Any
-) -> Operands:
-    """Splits scales of rows and columns where types say how a result is to be split.
-
-    As the result, if that is asked for. Otherwise as their factor is, if they were those of blocks
-    that are as long as k: fewer axes may split these than it.
-
-    Args:
-        given: The operands, with one value for each row or column.
-        before: As they were given.
-        dims: The dimensions.
-        out_sharding: The sharding that is asked for.
-    """
-    found = {}
-    factors = (given.a, dims.lhs), (given.b, dims.rhs), (given.up, dims.rhs)
-    for name, (factor, letters) in zip(SCALES, factors, strict=True):
-        x, split = getattr(given, name), typed.placement_of(factor)
-        if x is None or split is None:
-            continue
-        ranks = (np.ndim(getattr(before, own)) for own in (name, blocks.OF_SCALES[name]))
-        if out_sharding is not None:
-            wanted = mesh_axes.axes_of(out_sharding, len(dims.out))
-            axes = dict(zip(dims.out, wanted, strict=True))
-        elif max(ranks) > x.ndim:
-            axes = dict(zip(letters, split, strict=True))
-        else:
-            continue
-        found[name] = typed.split_along(x, [axes.get(c, ()) for c in getattr(dims, name)])
-    return given._replace(**found)
-
-
-def _split_without_scales(
-    multiply: Callable[..., Any], dims: Contraction, given: Operands
-) -> NamedSharding | None:
-    """Returns how a product of operands whose blocks are scaled is split: as one without scales."""
-    names = ("a", "b", *(name for name in OF_RESULT if getattr(given, name) is not None))
-
-    def plain(*operands: Any) -> Any:
-        # Of a type in which any two arrays may be added and multiplied.
-        wide = (x.astype(np.float32) for x in operands)
-        own = dims.aligned(Operands(**dict(zip(names, wide, strict=True))))
-        return sum((getattr(own, name) for name in names[2:]), start=multiply(own.a, own.b))
-
-    return _type_sharding(plain, dims, *(getattr(given, name) for name in names))
+        a = _strong(a)
+    scales = (getattr(operands, name) for name in (*SCALES, *BLOCKS))
+    asked = _request(given._replace(a=a, b=b, up=up), dims, epilogue, options, multiply, **result)
+    return dataclasses.replace(asked, is_scaled=any(np.ndim(x) > 1 for x in scales))
 
 
 def _strong(x: Any) -> Any:
@@ -273,9 +223,10 @@ def _request(
         if outside is not None:
             raise ValueError(numerics.why_not_kept(options.numerics, outside))
         call = in_parts(call, dims, operands)
-    multiply = functools.partial(multiply, precision=resolved, out_sharding=out_sharding)
-    by_xla = functools.partial(_by_xla, call, multiply, wanted)
-    return Request(call, dims, operands, by_xla, outside)
+    plain = functools.partial(multiply, out_sharding=out_sharding)
+    precise = functools.partial(plain, precision=resolved)
+    by_xla = functools.partial(_by_xla, call, dims, precise, wanted)
+    return Request(call, dims, operands, by_xla, outside, plain)
 
 
 def has_scaled_weights(epilogue: Epilogue, a: Any, b: Any) -> bool:
@@ -334,12 +285,16 @@ def is_explicit(*operands: Any) -> bool:
 
 
 def _by_xla(
-    call: Call, multiply: Callable[..., jax.Array], wanted: Any, *operands: jax.Array
+    call: Call,
+    dims: Contraction,
+    multiply: Callable[..., jax.Array],
+    wanted: Any,
+    *operands: jax.Array,
 ) -> jax.Array:
     """Computes a request by XLA's product, which JAX derives and partitions itself."""
-    given = call.unpack(operands)
     if call.epilogue.blocks:
-        return multiply(call, *operands)
+        return in_blocks.by_xla(call, dims, *operands)
+    given = call.unpack(operands)
     if call.epilogue.is_identity:
         # Without a preferred type it is JAX's to say that the result is weakly typed.
         return multiply(given.a, given.b, preferred_element_type=wanted)
@@ -354,20 +309,6 @@ def _matmul(transpose_a: bool, transpose_b: bool, a: Any, b: Any, **how: Any) ->
     a = jnp.swapaxes(a, -1, -2) if transpose_a and a.ndim > 1 else a
     b = jnp.swapaxes(b, -1, -2) if transpose_b and b.ndim > 1 else b
     return matmul(a, b, **how)
-
-
-def _in_blocks(
-    dims: Contraction,
-    before: str,
-    call: Call,
-    *operands: Any,
-    out_sharding: Any = None,
-    precision: Any,
-) -> jax.Array:
-    del precision  # The call has it.
-    squeezed, given = product.squeezed(call, dims, operands)
-    spec = blocks.cut_spec(out_sharding, before, squeezed, given)
-    return squeezed.by_xla(call, *given, spec=spec)
 
 
 def _dot_general(numbers: contraction.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:

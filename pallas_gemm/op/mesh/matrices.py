@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 from jax.sharding import NamedSharding
 
-from pallas_gemm.op.mesh import explicit, mesh_axes, typed
+from pallas_gemm.op.mesh import explicit, mesh_axes, resharding, typed
 
 Shape = tuple[int, ...]
 
@@ -37,11 +37,11 @@ class Rows(NamedTuple):
     @classmethod
     def of(cls, x: jax.Array, dims: int) -> "Rows":
         """Returns the rows of an array whose first dimensions are merged, as it is split."""
-        shape, split = x.shape[:dims], typed.placement_of(x)
-        if split is None:
+        shape, sharding = x.shape[:dims], typed.sharding_of(x)
+        if sharding is None:
             return cls(shape, (1,) * dims)
-        sizes = jax.typeof(x).sharding.mesh.shape
-        return cls(shape, tuple(math.prod(sizes[axis] for axis in own) for own in split[:dims]))
+        axes = mesh_axes.axes_of(sharding, x.ndim)[:dims]
+        return cls(shape, tuple(resharding.count((own,), sharding.mesh.shape) for own in axes))
 
     @property
     def cut(self) -> Shape:

@@ -1,16 +1,14 @@
-"""Arrays of an explicit mesh, whose types say how they are split: the same, split in another way.
+"""Arrays of an explicit mesh, whose types say how they are split.
 
-An array whose type says nothing of a mesh stays what it is. A partial sum stays, too.
+A partial sum counts as an array whose type says nothing of it: it stays what it is.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import jax
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from pallas_gemm.op.mesh import mesh_axes, mesh_context
-from pallas_gemm.op.mesh.resharding import Axes, Placement
 
 
 def sharding_of(x: Any) -> NamedSharding | None:
@@ -22,10 +20,17 @@ def sharding_of(x: Any) -> NamedSharding | None:
     return sharding if is_said and not mesh_context.is_partial_sum(jax.typeof(x)) else None
 
 
-def placement_of(x: Any) -> Placement | None:
-    """Returns which axes split each dimension; None where the type of an array does not say so."""
-    sharding = sharding_of(x)
-    return None if sharding is None else mesh_axes.axes_of(sharding, x.ndim)
+def are_split(*arrays: Any) -> bool:
+    """Whether a type says how an array is split, and none is a partial sum."""
+    types = [jax.typeof(x) for x in arrays if isinstance(x, jax.Array)]
+    said = any(AxisType.Explicit in x.sharding.mesh.axis_types for x in types)
+    return said and not any(map(mesh_context.is_partial_sum, types))
+
+
+def replicated(x: Any) -> NamedSharding | None:
+    """Returns how an array is not split, for one whose type says how it is; None elsewhere."""
+    own = sharding_of(x)
+    return None if own is None else NamedSharding(own.mesh, PartitionSpec())
 
 
 def split_as(x: Any, sharding: NamedSharding) -> Any:
@@ -33,22 +38,10 @@ def split_as(x: Any, sharding: NamedSharding) -> Any:
     return x if sharding_of(x) in (None, sharding) else jax.sharding.reshard(x, sharding)
 
 
-def split_along(x: Any, placement: Iterable[Axes]) -> Any:
-    """Returns an array whose dimensions are split along these axes."""
-    own = sharding_of(x)
-    if own is None:
-        return x
-    return split_as(x, NamedSharding(own.mesh, mesh_axes.spec_of(placement)))
-
-
 def split_into(x: Any, dim: int, parts: int) -> Any:
-    """Returns an array of which a dimension is split along those of its axes that divide a number.
-
-    The dimension can then be cut into this number of parts.
-    """
-    found = placement_of(x)
-    if found is None:
+    """Returns an array with a dimension split along those of its axes that divide a number."""
+    if (sharding := sharding_of(x)) is None:
         return x
-    mesh = jax.typeof(x).sharding.mesh
-    own = mesh_axes.dividing(mesh, found[dim], parts)
-    return split_along(x, (*found[:dim], own, *found[dim + 1 :]))
+    placement = [*mesh_axes.axes_of(sharding, x.ndim)]
+    placement[dim] = mesh_axes.dividing(sharding.mesh, placement[dim], parts)
+    return split_as(x, NamedSharding(sharding.mesh, mesh_axes.spec_of(placement)))
