@@ -19,7 +19,6 @@ from pallas_gemm.op import fused, in_blocks
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.explicit import explicit_fused
-from pallas_gemm.op.product import squeezed
 from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import SCALES, VALUES, Epilogue
@@ -93,8 +92,7 @@ def answer(
     if request.is_explicit(*everything):
         results = explicit_fused(call, dims, function, asked.unscaled_sharding, *everything)
         return jax.tree.unflatten(tree, results)
-    dims, *own = in_blocks.ready(call, dims, factors.present())
-    dims, own = squeezed(call, dims, own)
+    dims, own = in_blocks.ready(call, dims, factors.present())
     if options.names_something and not mesh_context.is_on_mesh(*everything):
         check_named(options, fused.plan(call, dims, function, signature_of((*own, *taken))))
     return jax.tree.unflatten(tree, fused.fused(call, dims, function, *own, *taken))

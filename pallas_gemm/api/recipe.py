@@ -211,7 +211,7 @@ def _as_matrices(
         # What is contracted is in the order that the inputs have it in.
         Rows(rhs.shape[: len(right)], (1,) * len(right)).matrix(rhs),
         preferred_element_type=dtype,
-        out_sharding=None if split is None else of_matrix(split, shape, dims),
+        out_sharding=of_matrix(split, shape, dims),
     )
     return rows.whole(found, columns, split)
 
@@ -290,21 +290,18 @@ def multiply(given: Factors, recipe: Recipe, **options: Any) -> jax.Array:
 
 def gradients(
     given: Factors, recipe: Recipe, g: jax.Array, dtype: Any, **options: Any
-) -> tuple[jax.Array, ...]:
+) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of inputs and kernel, in a type, from that of their product."""
+
+    def multiplied(left: Quantized, right: Quantized, like: Quantized) -> jax.Array:
+        # A sum over what may be split, and split as what it is the gradient of.
+        own = {"out_sharding": typed.sharding_of(like.values), "preferred_element_type": dtype}
+        return scaled(left, right, recipe, **options, **own)
+
     rows, columns = quantized_grad(recipe, g)
     kernel, inputs = turned(given.kernel_along_columns), turned(given.inputs_along_rows)
-    # Both are sums over what may be split, and split as what they are the gradients of.
-    pairs = (rows, kernel, given.inputs), (inputs, columns, given.kernel_along_columns)
-    return tuple(
-        scaled(
-            *(left, right, recipe),
-            preferred_element_type=dtype,
-            out_sharding=typed.sharding_of(own.values),
-            **options,
-        )
-        for left, right, own in pairs
-    )
+    of_inputs = multiplied(rows, kernel, given.inputs)
+    return of_inputs, multiplied(inputs, columns, given.kernel_along_columns)
 
 
 def turned(given: Quantized) -> Quantized:
@@ -352,7 +349,7 @@ def product(recipe: Recipe, inputs: jax.Array, kernel: jax.Array, **options: Any
         found = factors(recipe, inputs, kernel, derived=True)
         return multiply(found, recipe, **options), found
 
-    def backward(found: Factors, g: jax.Array) -> tuple[jax.Array, ...]:
+    def backward(found: Factors, g: jax.Array) -> tuple[jax.Array, jax.Array]:
         return gradients(found, recipe, g.astype(inputs.dtype), inputs.dtype)
 
     run.defvjp(forward, backward)

@@ -20,7 +20,7 @@ from pallas_gemm.api.few_bits import weight_operands
 from pallas_gemm.call import OF_RESULT, Call, Operands, Options, signature_of
 from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.functions import activations
-from pallas_gemm.op import canonical, contraction, in_blocks
+from pallas_gemm.op import canonical, contraction, in_blocks, linear
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.mesh import mesh_context, typed
 from pallas_gemm.op.mesh.reduction import reduction_dtype
@@ -58,10 +58,8 @@ class Request:
     def merged(self) -> canonical.Merged:
         """The product of matrices that one device would compute alone."""
         types = [jax.ShapeDtypeStruct(*own) for own in signature_of(self.operands.present())]
-        dims, *own = in_blocks.ready(self.call, self.contraction, types)
-        dims, shapes = dims.without_ones(self.call, [x.shape for x in own])
-        pairs = zip(shapes, [x.dtype for x in own], strict=True)
-        return canonical.merged(self.call, dims, tuple(pairs))
+        dims, own = in_blocks.ready(self.call, self.contraction, types)
+        return canonical.merged(self.call, dims, signature_of(own))
 
     @property
     def result_sharding(self) -> NamedSharding | None:
@@ -79,14 +77,16 @@ class Request:
     @property
     def unscaled_sharding(self) -> NamedSharding:
         """The sharding of the result's type if nothing scales it, and no activation follows."""
-        names = ("a", "b", *(x for x in OF_RESULT if x not in SCALES))
+        names = (*self.call.factors, *(x for x in OF_RESULT if x not in SCALES))
         given = {name: x for name in names if (x := getattr(self.operands, name)) is not None}
 
-        def unscaled(*operands: jax.Array) -> jax.Array:
+        def unscaled(*operands: jax.Array) -> Any:
             # Of a type in which any two arrays may be added and multiplied.
             wide = (x.astype(np.float32) for x in operands)
-            own = self.contraction.aligned(Operands(**dict(zip(given, wide, strict=True))))
-            return sum(own.present()[2:], start=self.plain(own.a, own.b))
+            own = Operands(**dict(zip(given, wide, strict=True)))
+            own = self.contraction.aligned(own)
+            sums = [self.plain(own.a, x) for x in (own.b, own.up) if x is not None]
+            return linear.total([*sums, *own._replace(a=None, b=None, up=None)])
 
         return self._sharding(unscaled, given.values())
 

@@ -39,16 +39,13 @@ def dense(
     inputs, kernel, bias = operands
     shape, dims = (*inputs.shape[:-1], kernel.shape[-1]), inputs.ndim - 1
     plain = Operands(inputs, kernel, bias=bias, residual=residual)
-    how = {"out_sharding": out_sharding, "preferred_element_type": jnp.float32}
-    split = request.of_gemm(plain, Epilogue(), Options(), **how).type_sharding
+    split = request.of_gemm(plain, Epilogue(), Options(), out_sharding=out_sharding).type_sharding
     # Rows follow each other, so that blocks of them cross the examples of a batch.
     rows = Rows.of(inputs, dims)
     factors = rows.matrix(inputs), kernel
-    options["out_sharding"] = None if split is None else of_matrix(split, shape, dims)
+    options["out_sharding"] = of_matrix(split, shape, dims)
     if residual is not None:
-        residual = jnp.broadcast_to(residual, shape)
-        residual = residual if split is None else typed.split_as(residual, split)
-        residual = rows.matrix(residual)
+        residual = rows.matrix(typed.split_as(jnp.broadcast_to(residual, shape), split))
     if 0 in (*factors[0].shape, *kernel.shape):
         # There is no block.
         result = gemm(*factors, bias=bias, residual=residual, **options)
@@ -83,9 +80,8 @@ class InBlocks:
         self, factors: Factors, g: jax.Array, states: Any, *, dtype: Any, **options: Any
     ) -> tuple[Any, Any, Any]:
         """Returns the gradients of inputs and kernel."""
-        given = factors, self.recipe, g.astype(dtype), dtype
-        of_inputs, of_kernel = recipes.gradients(*given, **options)
-        return of_inputs, of_kernel, states
+        found = recipes.gradients(factors, self.recipe, g.astype(dtype), dtype, **options)
+        return (*found, states)
 
 
 class MixtureInBlocks(routed.Mixture):

@@ -139,5 +139,4 @@ class _Dense(NamedTuple):
 def _summed(g: jax.Array, rows: tuple[int, ...], bias: jax.Array) -> jax.Array:
     """Returns the gradient of a bias, split as the bias."""
     summed = jnp.sum(g, axis=rows, dtype=jnp.float32).astype(bias.dtype)
-    sharding = typed.sharding_of(bias)
-    return summed if sharding is None else jax.sharding.reshard(summed, sharding)
+    return typed.split_as(summed, typed.sharding_of(bias))

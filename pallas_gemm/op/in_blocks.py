@@ -14,7 +14,7 @@ import numpy as np
 
 from pallas_gemm.call import Call, Operands
 from pallas_gemm.op.contraction import ONE, Contraction, Shape, joined
-from pallas_gemm.op.product import product, squeezed
+from pallas_gemm.op.product import product
 from pallas_gemm.problem import OF_FACTORS
 
 
@@ -35,27 +35,26 @@ def multiplied(
     if not call.epilogue.blocks:
         return multiply(call, contraction, *operands)
     shape = contraction.shape(*(x.shape for x in operands[:2]))
-    return joined(multiply(call, *ready(call, contraction, operands)), shape)
+    dims, own = ready(call, contraction, operands)
+    return joined(multiply(call, dims, *own), shape)
 
 
 def by_xla(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
     """Computes the same by XLA."""
-
-    def multiply(call: Call, contraction: Contraction, *operands: jax.Array) -> jax.Array:
-        dims, given = squeezed(call, contraction, operands)
-        return dims.by_xla(call, *given)
-
-    return multiplied(call, contraction, *operands, multiply=multiply)
+    return multiplied(
+        call, contraction, *operands, multiply=lambda call, dims, *own: dims.by_xla(call, *own)
+    )
 
 
 def ready(
     call: Call, contraction: Contraction, operands: Sequence[Any]
-) -> tuple[Contraction, *tuple[Any, ...]]:
-    """Returns the dimensions and operands of a product, cut into blocks if these have scales."""
-    if not call.epilogue.blocks:
-        return contraction, *operands
-    dims, given = cut(contraction, call.unpack(operands))
-    return dims, *given.present()
+) -> tuple[Contraction, tuple[Any, ...]]:
+    """Returns a product in blocks, without dimensions that broadcast, and its operands."""
+    if call.epilogue.blocks:
+        contraction, given = cut(contraction, call.unpack(operands))
+        operands = given.present()
+    contraction, shapes = contraction.without_ones(call, [x.shape for x in operands])
+    return contraction, tuple(map(shaped, operands, shapes))
 
 
 class Cut(NamedTuple):

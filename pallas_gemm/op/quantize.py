@@ -51,7 +51,6 @@ def quantize(
     shardings = quantize_partition.result_shardings(how, *map(jax.typeof, given))
     if shardings is None or shardings[0].mesh.size == 1:
         return run(*given)
-    lowering.refuse_simulation(implementation)
     return explicit.computed(run, shardings, *given)
 
 
@@ -81,17 +80,8 @@ def _abstract_part(*given: Any, how: Quantization, **_: Any) -> Any:
 
 
 def _types(how: Quantization, *given: Any) -> Any:
-    shardings = quantize_partition.result_shardings(how, *given)
-    if shardings is None:
-        # Of an array on no mesh, they depend on the mesh that is in use.
-        return _types_on(jax.sharding.get_abstract_mesh(), how, *given)
-    alone = mesh_context.types_off_mesh(*signature_of(given))
-    with jax.sharding.use_abstract_mesh(mesh_context.no_mesh()):
-        types = _types_on(mesh_context.no_mesh(), how, *alone)
-    return [
-        given[0].update(shape=own.shape, dtype=own.dtype, weak_type=False, sharding=sharding)
-        for own, sharding in zip(types, shardings, strict=True)
-    ]
+    # Of an array on no mesh, they depend on the mesh that is in use.
+    return _types_on(jax.sharding.get_abstract_mesh(), how, *given)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -119,8 +109,7 @@ def _lowered(
     else:
         part = functools.partial(_part_p.bind, how=how, implementation=asked["implementation"])
         run = functools.partial(quantize_partition.shared, how, part, target)
-    # No type says how the arrays in between are split: blocks of 128 rows of 64 have no such type.
-    return mesh_context.lower_off_mesh(ctx, run, given)
+    return mlir.lower_fun(run, multiple_results=True)(ctx, *given)
 
 
 def _lowered_part(

@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_gemm.call import OF_RESULT, Call, Operands
 from pallas_gemm.op import autodiff, function_of_sums, fused, in_blocks, linear
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.product import give_rules, squeezed
+from pallas_gemm.op.product import give_rules
 from pallas_gemm.planning import numerics
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
@@ -95,9 +95,8 @@ class _Fused:
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
         factors, given = fused.factors_of(self.call, operands)
-        dims, *own = in_blocks.ready(self.call, self.contraction, factors)
-        dims, ready = squeezed(self.call, dims, own)
-        return fused.fused(self.call, dims, self.function, *ready, *given)
+        dims, own = in_blocks.ready(self.call, self.contraction, factors)
+        return fused.fused(self.call, dims, self.function, *own, *given)
 
     def apart(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes the product, then the function by XLA."""

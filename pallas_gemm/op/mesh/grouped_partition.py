@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.extend import core
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import DIMENSIONS, GroupedCall, signature_of
 from pallas_gemm.device import Device
@@ -172,7 +172,7 @@ class _Share:
             known = self.axes if is_result or place < factors else {**self.axes, "g": ()}
             after = self.scattered if is_result else {}
             split = (known.get(x, ()) + after.get(x, ()) for x in own)
-            yield NamedSharding(self.mesh, mesh_axes.spec_of(split))
+            yield NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in split)))
 
     def __call__(self, *operands: jax.Array) -> jax.Array:
         """Computes it from the device's parts of the operands."""

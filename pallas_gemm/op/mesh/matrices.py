@@ -11,12 +11,13 @@ device follow each other in the matrix:
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
-from jax.sharding import NamedSharding
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.op.mesh import explicit, mesh_axes, resharding, typed
 
@@ -44,6 +45,11 @@ class Rows(NamedTuple):
         return cls(shape, tuple(resharding.count((own,), sharding.mesh.shape) for own in axes))
 
     @property
+    def are_in_order(self) -> bool:
+        """Whether the rows of a device follow each other as they are."""
+        return all(parts == 1 for parts in self.parts[1:])
+
+    @property
     def cut(self) -> Shape:
         """The parts of each dimension, and the size of a part, one after the other."""
         pairs = zip(self.shape, self.parts, strict=True)
@@ -51,12 +57,8 @@ class Rows(NamedTuple):
 
     def matrix(self, x: jax.Array) -> jax.Array:
         """Returns an array that begins with these dimensions as a matrix."""
-        sharding = typed.sharding_of(x)
-        run = _Merged(self)
-        if sharding is None:
-            return run(x)[0]
-        dims = len(self.shape)
-        return explicit.computed(run, [of_matrix(sharding, x.shape, dims)], x)[0]
+        sharding = of_matrix(typed.sharding_of(x), x.shape, len(self.shape))
+        return _computed(_Merged(self), sharding, x)
 
     def whole(
         self, x: jax.Array, columns: Sequence[int], sharding: NamedSharding | None
@@ -68,8 +70,11 @@ class Rows(NamedTuple):
             columns: The sizes of the dimensions that its columns are merged from.
             sharding: How the array is split, if its type says so.
         """
-        run = _Apart(self, tuple(columns))
-        return run(x)[0] if sharding is None else explicit.computed(run, [sharding], x)[0]
+        return _computed(_Apart(self, tuple(columns)), sharding, x)
+
+
+def _computed(f: explicit.Function, sharding: NamedSharding | None, x: jax.Array) -> jax.Array:
+    return (f(x) if sharding is None else explicit.computed(f, [sharding], x))[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,9 +86,10 @@ class _Merged:
     def __call__(self, x: jax.Array) -> list[jax.Array]:
         dims = len(self.rows.shape)
         columns = math.prod(x.shape[dims:])
-        order = (*range(0, 2 * dims, 2), *range(1, 2 * dims, 2), 2 * dims)
-        cut = x.reshape(*self.rows.cut, columns).transpose(order)
-        return [cut.reshape(math.prod(self.rows.shape), columns)]
+        if not self.rows.are_in_order:
+            order = (*range(0, 2 * dims, 2), *range(1, 2 * dims, 2), 2 * dims)
+            x = x.reshape(*self.rows.cut, columns).transpose(order)
+        return [x.reshape(math.prod(self.rows.shape), columns)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,22 +101,27 @@ class _Apart:
 
     def __call__(self, x: jax.Array) -> list[jax.Array]:
         dims, cut = len(self.rows.shape), self.rows.cut
-        order = (*(own for i in range(dims) for own in (i, dims + i)), 2 * dims)
-        whole = x.reshape(*cut[::2], *cut[1::2], x.shape[1]).transpose(order)
-        return [whole.reshape(*self.rows.shape, *self.columns)]
+        if not self.rows.are_in_order:
+            order = (*(own for i in range(dims) for own in (i, dims + i)), 2 * dims)
+            x = x.reshape(*cut[::2], *cut[1::2], x.shape[1]).transpose(order)
+        return [x.reshape(*self.rows.shape, *self.columns)]
 
 
-def of_matrix(sharding: NamedSharding, shape: Sequence[int], dims: int) -> NamedSharding:
-    """Returns how the matrix is split that an array of this shape becomes.
+def of_matrix(
+    sharding: NamedSharding | None, shape: Sequence[int], dims: int
+) -> NamedSharding | None:
+    """Returns how the matrix is split that an array of this shape becomes, if a type says so.
 
     Args:
-        sharding: How the array is split.
+        sharding: How the array is split, if its type says so.
         shape: Its shape.
         dims: How many dimensions the rows of the matrix are merged from.
     """
+    if sharding is None:
+        return None
     placement, mesh = mesh_axes.axes_of(sharding, len(shape)), sharding.mesh
-    merged = []
-    for own, sizes in ((placement[:dims], shape[:dims]), (placement[dims:], shape[dims:])):
-        axes = (axis for each in own for axis in each)
-        merged.append(mesh_axes.dividing(mesh, axes, math.prod(sizes)))
-    return NamedSharding(mesh, mesh_axes.spec_of(merged))
+    rows, columns = (
+        mesh_axes.dividing(mesh, itertools.chain(*placement[own]), math.prod(shape[own]))
+        for own in (slice(dims), slice(dims, None))
+    )
+    return NamedSharding(mesh, PartitionSpec(rows, columns))

@@ -70,18 +70,11 @@ def dividing(mesh: Mesh | AbstractMesh, axes: Iterable[str], size: int, parts: i
     return found
 
 
-def axes_of(sharding: NamedSharding | PartitionSpec, rank: int) -> Placement:
+def axes_of(sharding: NamedSharding, rank: int) -> Placement:
     """Reads from the type of an array which axes of an explicit mesh split each dimension."""
-    said = (sharding.spec if isinstance(sharding, NamedSharding) else sharding).partitions
+    said = sharding.spec.partitions
     spec = (*said, *(None,) * (rank - len(said)))
     return tuple((own,) if isinstance(own, str) else tuple(own or ()) for own in spec)
-
-
-def spec_of(placement: Iterable[Axes]) -> PartitionSpec:
-    """Returns a placement as JAX's types have it."""
-    return PartitionSpec(
-        *((axes if len(axes) > 1 else axes[0]) if axes else None for axes in placement)
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +127,7 @@ class Split:
 
     def sharding(self, placement: Placement) -> NamedSharding:
         """Returns a placement as JAX takes it."""
-        return NamedSharding(self.mesh, spec_of(placement))
+        return NamedSharding(self.mesh, PartitionSpec(*(axes or None for axes in placement)))
 
     def local(self, shape: Sequence[int], placement: Placement) -> tuple[int, ...]:
         """Returns the shape of one device's part."""

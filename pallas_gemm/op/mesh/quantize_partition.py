@@ -68,7 +68,7 @@ def result_shardings(how: Quantization, x: Any, *tiles: Any) -> list[NamedShardi
         whole = zip((own, cols), x.shape[-2:], way.lying, strict=True)
         of_scale = [mesh_axes.dividing(mesh, *each) for each in whole]
         for last in ((cols, own) if across else (own, cols), of_scale):
-            found.append(NamedSharding(mesh, mesh_axes.spec_of((*lead, *last))))
+            found.append(NamedSharding(mesh, PartitionSpec(*lead, *last)))
     return found
 
 
@@ -94,8 +94,7 @@ def _dimension(name: str, size: int, lengths: tuple[int, ...]) -> _Dimension:
     """
     longest = max(lengths)
     whole, sizes = name, {}
-    several = size > longest and size % longest == 0
-    if longest > 1 and several:
+    if size > longest > 1 and size % longest == 0:
         whole = f"({name}0 {name}1)"
         # That of the blocks is a dimension of scales, whose size is known.
         sizes = {f"{name}1": longest}
@@ -144,7 +143,7 @@ def _partition(
         rows = ()
 
     def sharding(*last: Axes) -> NamedSharding:
-        return NamedSharding(mesh, mesh_axes.spec_of((*lead, *last)))
+        return NamedSharding(mesh, PartitionSpec(*(axes or None for axes in (*lead, *last))))
 
     results = []
     for way in how.ways:

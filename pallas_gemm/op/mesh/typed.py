@@ -33,9 +33,10 @@ def replicated(x: Any) -> NamedSharding | None:
     return None if own is None else NamedSharding(own.mesh, PartitionSpec())
 
 
-def split_as(x: Any, sharding: NamedSharding) -> Any:
-    """Returns an array that is split as told."""
-    return x if sharding_of(x) in (None, sharding) else jax.sharding.reshard(x, sharding)
+def split_as(x: Any, sharding: NamedSharding | None) -> Any:
+    """Returns an array that is split as told, if its type says how it is."""
+    stays = sharding is None or sharding_of(x) in (None, sharding)
+    return x if stays else jax.sharding.reshard(x, sharding)
 
 
 def split_into(x: Any, dim: int, parts: int) -> Any:
@@ -44,4 +45,4 @@ def split_into(x: Any, dim: int, parts: int) -> Any:
         return x
     placement = [*mesh_axes.axes_of(sharding, x.ndim)]
     placement[dim] = mesh_axes.dividing(sharding.mesh, placement[dim], parts)
-    return split_as(x, NamedSharding(sharding.mesh, mesh_axes.spec_of(placement)))
+    return split_as(x, NamedSharding(sharding.mesh, PartitionSpec(*placement)))
