@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType
 
 from pallas_gemm import explain, gated_gemm, gemm, matmul, target
 from pallas_gemm.api import blocks
@@ -298,60 +297,6 @@ def test_scales_are_split_as_their_factors_are(
     expected = _expected(*given) + np.asarray(epilogue.get("bias", 0))
     np.testing.assert_array_equal(result, expected)
     assert collectives == sent
-
-
-def test_an_explicit_mesh_says_how_the_result_is_split() -> None:
-    mesh = meshes.make_mesh(AxisType.Explicit)
-    shapes = [(M, K), (K, 64), (M, 4), (4, 4)]
-    given = [f(*s) for f, s in zip((_drawn, _drawn, _scales, _scales), shapes, strict=True)]
-    specs = [("x", None), (None, "y"), ("x", None), (None, "y")]
-    with jax.set_mesh(mesh):
-        split = [meshes.place(mesh, x, *own) for x, own in zip(given, specs, strict=True)]
-        result = jax.jit(lambda a, b, r, c: gemm(a, b, row_scale=r, col_scale=c))(*split)
-    assert tuple(jax.typeof(result).sharding.spec) == ("x", "y")
-    np.testing.assert_array_equal(result, _expected(*given))
-
-
-ODD_SPLITS = [
-    # A device has less than a block of rows, of k, or of columns.
-    ((("x", "y"), None), (None, None), {}),
-    ((None, ("y", "x")), (None, None), {}),
-    ((None, None), (None, ("x", "y")), {}),
-    (("x", None), (("y",), None), {}),
-    ((None, "y"), ("y", None), {"out_sharding": jax.P("x", "y")}),
-    ((None, ("x", "y")), (("x", "y"), None), {"out_sharding": jax.P(("x", "y"), None)}),
-]
-
-
-@pytest.mark.parametrize(("a", "b", "how"), ODD_SPLITS, ids=str)
-@pytest.mark.parametrize("blocks", [((8, 4), (4, 3)), ((M, 2), (4, 96)), ((M, 1), (1, 3))], ids=str)
-@pytest.mark.parametrize("residual", [False, True], ids=["sums", "residual"])
-def test_parts_that_are_no_whole_blocks_are_split_as_products_of_jax(
-    a: Any, b: Any, how: Any, blocks: Any, residual: bool
-) -> None:
-    mesh = meshes.make_mesh(AxisType.Explicit)
-    left, right = _drawn(M, K), _drawn(K, 96)
-    row, col = (_scales(*shape) for shape in blocks)
-    added = _drawn(M, 96, seed=1) if residual else None
-    with jax.set_mesh(mesh):
-        given = (meshes.place(mesh, left, *a), meshes.place(mesh, right, *b))
-
-        @jax.jit
-        def run(*given: jax.Array) -> jax.Array:
-            result = gemm(*given, row_scale=row, col_scale=col, residual=added, **how)
-            assert jax.typeof(result).sharding == jax.typeof(matmul(*given, **how)).sharding
-            return result
-
-        result, pull = jax.vjp(run, *given)
-        slopes = pull(jnp.ones_like(result))
-    expected = _expected(left, right, row, col) + (0 if added is None else np.asarray(added))
-    np.testing.assert_array_equal(result, expected)
-    ones, scaled = np.ones((M, 96)), (left * _whole(row, left.shape), right * _whole(col, (K, 96)))
-    of_left, of_right = ones @ scaled[1].T, scaled[0].T @ ones
-    np.testing.assert_array_equal(slopes[0], of_left * _whole(row, left.shape))
-    np.testing.assert_array_equal(slopes[1], of_right * _whole(col, right.shape))
-    for own, slope in zip(given, slopes, strict=True):
-        assert jax.typeof(own).sharding == jax.typeof(slope).sharding
 
 
 @pytest.mark.parametrize("row", [(4, 0), (4, 1), None], ids=str)

@@ -36,6 +36,17 @@ PLACES = [
     ((None, None, "x"), (None, "x")),
 ]
 LAST = (((2,), (0,)), ((), ()))
+X, W = (EXAMPLES, POSITIONS, INPUTS), (INPUTS, FEATURES)
+HEADS = (EXAMPLES, POSITIONS, 4, 64), (4, 64, FEATURES)
+# What is contracted, both shapes, and how both are split.
+PRODUCTS = [
+    (LAST, (X, W), (("x", None, "y"), (None, None))),
+    (LAST, (X, W), ((None, "y", None), ("x", None))),
+    (LAST, ((EXAMPLES, POSITIONS, INPUTS), (INPUTS, 4, 64)), ((None, "x", None), (None, "y"))),
+    ((((2, 3), (0, 1)), ((), ())), HEADS, (("x", None, "y"), ())),
+    ((((2, 3), (0, 1)), ((), ())), HEADS, ((None, "x"), ("y",))),
+    ((((0,), (1,)), ((), ())), ((INPUTS, 4, 64), W), ((None, "y", "x"), (None, None))),
+]
 
 
 @pytest.fixture(scope="module")
@@ -63,10 +74,10 @@ def _checked(ours: Any, stock: Any) -> None:
         np.testing.assert_array_equal(one, other)
 
 
-@pytest.mark.parametrize("entered", [True, False], ids=["entered", "named by arrays"])
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_a_layer_is_split_as_the_stock_one(mesh: Mesh, place: Any, entered: bool) -> None:
-    of_inputs, of_kernel = place
+@pytest.mark.parametrize("case", range(len(PLACES)))
+def test_a_layer_is_split_as_the_stock_one(mesh: Mesh, case: int) -> None:
+    of_inputs, of_kernel = PLACES[case]
+    is_entered = case % 2 == 0
     lead = (*of_inputs[:-1], None if of_kernel[-1] in of_inputs else of_kernel[-1])
     g = _drawn(EXAMPLES, POSITIONS, FEATURES)
     given = (
@@ -74,7 +85,8 @@ def test_a_layer_is_split_as_the_stock_one(mesh: Mesh, place: Any, entered: bool
         meshes.place(mesh, _drawn(EXAMPLES, POSITIONS, INPUTS), *of_inputs),
         meshes.place(mesh, _drawn(INPUTS, FEATURES), *of_kernel),
         meshes.place(mesh, _drawn(FEATURES), of_kernel[-1]),
-        meshes.place(mesh, g + 1, *lead),
+        # Else only arrays know the mesh, and this one is on none.
+        meshes.place(mesh, g + 1, *lead) if is_entered else jnp.asarray(g + 1),
     )
 
     def stock(x: jax.Array, kernel: jax.Array, bias: jax.Array, residual: jax.Array) -> jax.Array:
@@ -85,17 +97,20 @@ def test_a_layer_is_split_as_the_stock_one(mesh: Mesh, place: Any, entered: bool
         layer = linen.Fp8Dense(FEATURES, recipe=EXACT, activation="relu")
         return layer.bind({"params": {"kernel": kernel, "bias": bias}})(x, residual=residual)
 
-    with jax.set_mesh(mesh) if entered else contextlib.nullcontext():
+    with jax.set_mesh(mesh) if is_entered else contextlib.nullcontext():
         _checked(_trained(ours)(*given), _trained(stock)(*given))
 
 
-@pytest.mark.parametrize("place", PLACES, ids=str)
-def test_the_product_of_a_recipe_is_split_as_that_of_jax(mesh: Mesh, place: Any) -> None:
-    x = meshes.place(mesh, _drawn(EXAMPLES, POSITIONS, INPUTS), *place[0])
-    kernel = meshes.place(mesh, _drawn(INPUTS, FEATURES), *place[1])
+@pytest.mark.parametrize(("numbers", "shapes", "split"), PRODUCTS)
+def test_the_product_of_a_recipe_is_split_as_that_of_jax(
+    mesh: Mesh, numbers: Any, shapes: Any, split: Any
+) -> None:
+    x, kernel = (
+        meshes.place(mesh, _drawn(*shape), *own) for shape, own in zip(shapes, split, strict=True)
+    )
     with jax.set_mesh(mesh):
         results = [
-            _trained(lambda x, w, f=f: f(x, w, LAST))(jnp.float32(2), x, kernel)
+            _trained(lambda x, w, f=f: f(x, w, numbers))(jnp.float32(2), x, kernel)
             for f in (EXACT.dot_general, jax.lax.dot_general)
         ]
     _checked(*results)

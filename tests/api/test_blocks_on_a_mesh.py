@@ -1,0 +1,118 @@
+"""Scales of blocks on an explicit mesh: results and gradients are split as without them."""
+
+import contextlib
+import functools
+import itertools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from pallas_gemm import gated_gemm, gemm, quantize
+from tests import meshes
+
+M, N, K = 32, 96, 128
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Mesh:
+    return meshes.make_mesh(AxisType.Explicit)
+
+
+def _drawn(*shape: int, seed: int = 0) -> jax.Array:
+    """Draws integers, of which sums are exact in float32."""
+    rng = np.random.default_rng(seed + sum(shape))
+    return jnp.asarray(rng.integers(-4, 5, shape).astype(np.float32))
+
+
+def _scales(*shape: int) -> jax.Array:
+    """Draws powers of two: scaled integers are exact, too."""
+    return 2.0 ** (_drawn(*shape) % 4 - 2)
+
+
+# How both factors are split, and the scales if they are; both shapes of these; how it is computed.
+CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
+    "whole blocks": ((("x",), (None, "y"), ("x",), (None, "y")), ((M, 4), (4, 12)), {}),
+    # A device has less than a block of rows, of columns, or of k.
+    "rows, k": ((("x", "y"), ()), ((8, 4), (4, 3)), {"residual": _drawn(M, N, seed=1)}),
+    "rows": (((("x", "y"),), ()), ((8, 4), (4, 3)), {"epilogue": jnp.abs}),
+    "columns": (
+        ((), (None, ("x", "y"))),
+        ((M, 2), (4, 3)),
+        {"bias": jnp.arange(96.0), "activation": "relu"},
+    ),
+    "columns, function": (((), (None, ("x", "y"))), ((8, 4), (4, 3)), {"epilogue": jnp.abs}),
+    "columns, XLA": (((None, "x"), (None, "y")), ((8, 2), (4, 3)), {"implementation": "xla"}),
+    "k": (((None, ("y", "x")), ()), ((8, 4), (4, 3)), {}),
+    "k of both": (((None, "y"), ("y",)), ((8, 2), (2, 3)), {"out_sharding": P("x", "y")}),
+    "k of both, function": (
+        ((None, ("x", "y")), (("x", "y"),)),
+        ((M, 2), (4, N)),
+        {"out_sharding": P(("x", "y"), None), "epilogue": jnp.abs},
+    ),
+    # Scales are split as nothing else is, and the last block is a part of one.
+    "scales": (((), ("x", "y"), (None, "y"), ("y", "x")), ((8, 4), (4, 2)), {}),
+    # They are as long as k: a value for each row, or for each column.
+    "rows of scales": (((None, "y"), ("y",), ("x",)), ((M, 1), (1, 3)), {"out_sharding": P()}),
+    "more rows": ((("x",), (), ("x",)), ((8, 1), (4, 3)), {"epilogue": jnp.abs}),
+}
+
+
+@pytest.mark.parametrize(("case", "is_entered"), [(x, i % 2 == 0) for i, x in enumerate(CASES)])
+def test_types_are_those_of_products_without_scales(
+    mesh: Mesh, case: str, is_entered: bool
+) -> None:
+    split, shapes, how = CASES[case]
+    given = _drawn(M, K), _drawn(K, N), *(_scales(*shape) for shape in shapes)
+    sharding = how.get("out_sharding")
+    if sharding is not None and not is_entered:
+        # Else only arrays know the mesh.
+        sharding = NamedSharding(mesh, sharding)
+
+    def both(given: Any, out_sharding: Any = None) -> Any:
+        own = how | {"out_sharding": out_sharding}
+
+        def run(a: jax.Array, b: jax.Array, row: jax.Array, col: jax.Array) -> jax.Array:
+            return gemm(a, b, row_scale=row, col_scale=col, **own)
+
+        result, pull = jax.vjp(run, *given)
+        return result, *pull(3 + 0 * result)
+
+    with jax.set_mesh(mesh) if is_entered else contextlib.nullcontext():
+        pairs = itertools.zip_longest(given, split, fillvalue=())
+        placed = [meshes.place(mesh, x, *spec) for x, spec in pairs]
+        found = jax.jit(functools.partial(both, out_sharding=sharding))(placed)
+        stock = jax.eval_shape(functools.partial(jnp.matmul, out_sharding=sharding), *placed[:2])
+    for one, other in zip(found, jax.jit(both)(given), strict=True):
+        np.testing.assert_array_equal(one, other)
+    types = [jax.typeof(x).sharding for x in (*found, *placed)]
+    assert types[: len(found)] == [stock.sharding, *types[len(found) :]]
+
+
+def test_both_right_operands_say_how_a_gated_result_is_split(mesh: Mesh) -> None:
+    given = _drawn(M, K), _drawn(K, N), _drawn(K, N, seed=1)
+    specs = ("x", None), (None, None), (None, "y")
+    scales = {"row_scale": _scales(8, 4), "gate_scale": _scales(4, 3), "up_scale": _scales(4, 3)}
+    placed = [meshes.place(mesh, x, *spec) for x, spec in zip(given, specs, strict=True)]
+    result = gated_gemm(*placed, **scales, activation="relu")
+    assert jax.typeof(result).sharding.spec == P("x", "y")
+    np.testing.assert_array_equal(result, gated_gemm(*given, **scales, activation="relu"))
+
+
+def test_along_manual_axes_each_device_has_its_own(mesh: Mesh) -> None:
+    given = _drawn(M, K), _drawn(K, N), _scales(8, 4)
+    rows, whole = P("x", None), P(None, None)
+
+    def run(a: jax.Array, b: jax.Array, row: jax.Array) -> Any:
+        return gemm(a, b, row_scale=row, col_scale=_scales(4, 3)), *quantize(a, block=(4, 128))
+
+    with jax.set_mesh(mesh):
+        own = jax.shard_map(run, axis_names={"x"}, in_specs=(rows, whole, rows), out_specs=rows)
+        pairs = zip(given, (("x", "y"), (None, "y"), ("x", None)), strict=True)
+        found = jax.jit(own)(*(meshes.place(mesh, x, *spec) for x, spec in pairs))
+    for one, other in zip(found, run(*given), strict=True):
+        np.testing.assert_array_equal(one, other)
