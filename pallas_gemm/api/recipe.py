@@ -204,14 +204,14 @@ def _as_matrices(
     lhs = jnp.moveaxis(lhs, left, range(-len(left), 0))
     rhs = jnp.moveaxis(rhs, right, range(len(right)))
     dims, columns = lhs.ndim - len(left), rhs.shape[len(right) :]
-    rows, shape = Rows.of(lhs, dims), (*lhs.shape[:dims], *columns)
+    rows = Rows.of(lhs, dims)
     found = product(
         recipe,
         rows.matrix(lhs),
         # What is contracted is in the order that the inputs have it in.
         Rows(rhs.shape[: len(right)], (1,) * len(right)).matrix(rhs),
         preferred_element_type=dtype,
-        out_sharding=of_matrix(split, shape, dims),
+        out_sharding=of_matrix(split, dims),
     )
     return rows.whole(found, columns, split)
 

@@ -43,7 +43,7 @@ def dense(
     # Rows follow each other, so that blocks of them cross the examples of a batch.
     rows = Rows.of(inputs, dims)
     factors = rows.matrix(inputs), kernel
-    options["out_sharding"] = of_matrix(split, shape, dims)
+    options["out_sharding"] = of_matrix(split, dims)
     if residual is not None:
         residual = rows.matrix(typed.split_as(jnp.broadcast_to(residual, shape), split))
     if 0 in (*factors[0].shape, *kernel.shape):

@@ -48,7 +48,7 @@ def quantize(
     """
     given = equally_varying((x, *tiles))
     run = _Whole(how, implementation, targeting.known_target(x))
-    shardings = quantize_partition.result_shardings(how, *map(jax.typeof, given))
+    shardings = quantize_partition.result_shardings(how, *given)
     if shardings is None or shardings[0].mesh.size == 1:
         return run(*given)
     return explicit.computed(run, shardings, *given)

@@ -103,6 +103,18 @@ def test_both_right_operands_say_how_a_gated_result_is_split(mesh: Mesh) -> None
     np.testing.assert_array_equal(result, gated_gemm(*given, **scales, activation="relu"))
 
 
+@pytest.mark.parametrize(
+    ("a", "b"),
+    # Each device has half a block of columns, or of rows.
+    [((), (None, ("x", "y"))), ((("x", "y"), None), ())],
+)
+def test_parts_of_blocks_are_not_gathered(mesh: Mesh, a: Any, b: Any) -> None:
+    placed = meshes.place(mesh, _drawn(M, K), *a), meshes.place(mesh, _drawn(K, 128), *b)
+    scales = {"row_scale": _scales(4, 4), "col_scale": _scales(4, 4)}
+    _, sent = meshes.run(functools.partial(gemm, **scales), *placed)
+    assert not sent
+
+
 def test_along_manual_axes_each_device_has_its_own(mesh: Mesh) -> None:
     given = _drawn(M, K), _drawn(K, N), _scales(8, 4)
     rows, whole = P("x", None), P(None, None)

@@ -41,7 +41,7 @@ class Rows(NamedTuple):
         shape, sharding = x.shape[:dims], typed.sharding_of(x)
         if sharding is None:
             return cls(shape, (1,) * dims)
-        axes = mesh_axes.axes_of(sharding, x.ndim)[:dims]
+        axes = mesh_axes.axes_of(sharding)[:dims]
         return cls(shape, tuple(resharding.count((own,), sharding.mesh.shape) for own in axes))
 
     @property
@@ -57,7 +57,7 @@ class Rows(NamedTuple):
 
     def matrix(self, x: jax.Array) -> jax.Array:
         """Returns an array that begins with these dimensions as a matrix."""
-        sharding = of_matrix(typed.sharding_of(x), x.shape, len(self.shape))
+        sharding = of_matrix(typed.sharding_of(x), len(self.shape))
         return _computed(_Merged(self), sharding, x)
 
     def whole(
@@ -107,21 +107,15 @@ class _Apart:
         return [x.reshape(*self.rows.shape, *self.columns)]
 
 
-def of_matrix(
-    sharding: NamedSharding | None, shape: Sequence[int], dims: int
-) -> NamedSharding | None:
-    """Returns how the matrix is split that an array of this shape becomes, if a type says so.
+def of_matrix(sharding: NamedSharding | None, dims: int) -> NamedSharding | None:
+    """Returns how the matrix is split that an array becomes.
 
     Args:
         sharding: How the array is split, if its type says so.
-        shape: Its shape.
         dims: How many dimensions the rows of the matrix are merged from.
     """
     if sharding is None:
         return None
-    placement, mesh = mesh_axes.axes_of(sharding, len(shape)), sharding.mesh
-    rows, columns = (
-        mesh_axes.dividing(mesh, itertools.chain(*placement[own]), math.prod(shape[own]))
-        for own in (slice(dims), slice(dims, None))
-    )
-    return NamedSharding(mesh, PartitionSpec(rows, columns))
+    placement = mesh_axes.axes_of(sharding)
+    rows, columns = (tuple(itertools.chain(*own)) for own in (placement[:dims], placement[dims:]))
+    return NamedSharding(sharding.mesh, PartitionSpec(rows, columns))

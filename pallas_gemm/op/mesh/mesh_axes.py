@@ -70,11 +70,10 @@ def dividing(mesh: Mesh | AbstractMesh, axes: Iterable[str], size: int, parts: i
     return found
 
 
-def axes_of(sharding: NamedSharding, rank: int) -> Placement:
+def axes_of(sharding: NamedSharding) -> Placement:
     """Reads from the type of an array which axes of an explicit mesh split each dimension."""
     said = sharding.spec.partitions
-    spec = (*said, *(None,) * (rank - len(said)))
-    return tuple((own,) if isinstance(own, str) else tuple(own or ()) for own in spec)
+    return tuple((own,) if isinstance(own, str) else tuple(own or ()) for own in said)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,11 +10,11 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import signature_of
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Quantization
-from pallas_gemm.op.mesh import mesh_axes, mesh_context
+from pallas_gemm.op.mesh import mesh_axes, typed
 from pallas_gemm.op.mesh.parts import handed_out, named
 from pallas_gemm.op.mesh.resharding import Axes
 
@@ -50,16 +50,16 @@ def result_shardings(how: Quantization, x: Any, *tiles: Any) -> list[NamedShardi
 
     Args:
         how: How it is quantized.
-        x: The type of the array.
-        *tiles: The type of its tiles, where groups of rows are told apart.
+        x: The array.
+        *tiles: Its tiles, where groups of rows are told apart.
 
     Returns:
         The shardings; None where the type of the array says nothing of a mesh.
     """
-    mesh = x.sharding.mesh
-    if AxisType.Explicit not in mesh.axis_types or mesh_context.is_partial_sum(x):
+    if (sharding := typed.sharding_of(x)) is None:
         return None
-    *lead, rows, cols = mesh_axes.axes_of(x.sharding, len(x.shape))
+    mesh = sharding.mesh
+    *lead, rows, cols = mesh_axes.axes_of(sharding)
     found = []
     for way in how.ways:
         across = way.axis == ACROSS

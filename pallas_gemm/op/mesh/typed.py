@@ -43,6 +43,6 @@ def split_into(x: Any, dim: int, parts: int) -> Any:
     """Returns an array with a dimension split along those of its axes that divide a number."""
     if (sharding := sharding_of(x)) is None:
         return x
-    placement = [*mesh_axes.axes_of(sharding, x.ndim)]
+    placement = [*mesh_axes.axes_of(sharding)]
     placement[dim] = mesh_axes.dividing(sharding.mesh, placement[dim], parts)
     return split_as(x, NamedSharding(sharding.mesh, PartitionSpec(*placement)))
