@@ -38,8 +38,8 @@ def _scales(*shape: int) -> jax.Array:
 CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "whole blocks": ((("x",), (None, "y"), ("x",), (None, "y")), ((M, 4), (4, 12)), {}),
     # A device has less than a block of rows, of columns, or of k.
-    "rows, k": ((("x", "y"), ()), ((8, 4), (4, 3)), {"residual": _drawn(M, N, seed=1)}),
-    "rows": (((("x", "y"),), ()), ((8, 4), (4, 3)), {"epilogue": jnp.abs}),
+    "rows, k": ((("x", "y"), ()), ((2, 2), (2, 3)), {"residual": _drawn(M, N, seed=1)}),
+    "rows": (((("x", "y"),), ()), ((4, 4), (4, 3)), {"epilogue": jnp.abs}),
     "columns": (
         ((), (None, ("x", "y"))),
         ((M, 2), (4, 3)),
