@@ -12,7 +12,7 @@ from jax.export import is_symbolic_dim
 from pallas_gemm.call import Operands
 from pallas_gemm.op.contraction import Shape
 from pallas_gemm.op.in_blocks import shaped
-from pallas_gemm.op.mesh.typed import replicated, sharding_of
+from pallas_gemm.op.mesh import typed
 from pallas_gemm.problem import BLOCKS, SCALES
 
 SHORTEST = 16
@@ -136,7 +136,8 @@ def _repeated(scale: Any, times: int, axis: int, size: int) -> Any:
     """Repeats each value along an axis, up to a size."""
     if isinstance(scale, jax.ShapeDtypeStruct):
         return shaped(scale, (*scale.shape[:axis], size, *scale.shape[axis + 1 :]))
-    whole = jnp.repeat(scale, times, axis, out_sharding=replicated(scale))
+    whole = jnp.repeat(scale, times, axis, out_sharding=typed.sharding_of(scale))
+    whole = typed.split_into(whole, axis, size)
     return jax.lax.slice_in_dim(whole, 0, size, axis=axis)
 
 
@@ -157,7 +158,7 @@ def as_vector(scale: Any, size: int, lead: Shape, *, left: bool) -> Any:
     vector = scale.reshape(*front, count)
     if count == size:
         return vector
-    return jnp.repeat(vector, size // count, -1, out_sharding=sharding_of(vector))
+    return jnp.repeat(vector, size // count, -1, out_sharding=typed.sharding_of(vector))
 
 
 def alike(given: Operands) -> Operands:

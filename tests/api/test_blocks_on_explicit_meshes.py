@@ -49,16 +49,16 @@ CASES: dict[str, tuple[Any, Any, dict[str, Any]]] = {
     "columns, XLA": (((None, "x"), (None, "y")), ((8, 2), (4, 3)), {"implementation": "xla"}),
     "k": (((None, ("y", "x")), ()), ((8, 4), (4, 3)), {}),
     "k of both": (((None, "y"), ("y",)), ((8, 2), (2, 3)), {"out_sharding": P("x", "y")}),
+    # Scales are split as nothing else is, and the last block is a part of one.
+    "scales": (((), ("x", "y"), (None, "y"), ("y", "x")), ((8, 4), (4, 2)), {}),
     "k of both, function": (
         ((None, ("x", "y")), (("x", "y"),)),
         ((M, 2), (4, N)),
         {"out_sharding": P(("x", "y"), None), "epilogue": jnp.abs},
     ),
-    # Scales are split as nothing else is, and the last block is a part of one.
-    "scales": (((), ("x", "y"), (None, "y"), ("y", "x")), ((8, 4), (4, 2)), {}),
     # They are as long as k: a value for each row, or for each column.
-    "rows of scales": (((None, "y"), ("y",), ("x",)), ((M, 1), (1, 3)), {"out_sharding": P()}),
     "more rows": ((("x",), (), ("x",)), ((8, 1), (4, 3)), {"epilogue": jnp.abs}),
+    "rows of scales": (((None, "y"), ("y",), ("x",)), ((M, 1), (1, 3)), {"out_sharding": P()}),
 }
 
 
@@ -93,14 +93,41 @@ def test_types_are_those_of_products_without_scales(
     assert types[: len(found)] == [stock.sharding, *types[len(found) :]]
 
 
-def test_both_right_operands_say_how_a_gated_result_is_split(mesh: Mesh) -> None:
-    given = _drawn(M, K), _drawn(K, N), _drawn(K, N, seed=1)
-    specs = ("x", None), (None, None), (None, "y")
+def test_all_other_operands_say_how_a_gated_result_is_split(mesh: Mesh) -> None:
+    given = _drawn(M, K), _drawn(K, N), _drawn(K, N, seed=1), _drawn(M, N)
+    specs = (), (), (None, "y"), ("x",)
     scales = {"row_scale": _scales(8, 4), "gate_scale": _scales(4, 3), "up_scale": _scales(4, 3)}
     placed = [meshes.place(mesh, x, *spec) for x, spec in zip(given, specs, strict=True)]
-    result = gated_gemm(*placed, **scales, activation="relu")
+    result, expected = (
+        gated_gemm(*own[:3], residual=own[3], activation="relu", **scales)
+        for own in (placed, given)
+    )
     assert jax.typeof(result).sharding.spec == P("x", "y")
-    np.testing.assert_array_equal(result, gated_gemm(*given, **scales, activation="relu"))
+    np.testing.assert_array_equal(result, expected)
+
+
+def test_the_last_block_may_have_a_size_that_no_axis_divides(mesh: Mesh) -> None:
+    a, b, scale = _drawn(M, K), _drawn(K, 95), _scales(4, 2)
+    with jax.set_mesh(mesh):
+        placed = (meshes.place(mesh, x, *own) for x, own in ((a, "x"), (b, ()), (scale, "yx")))
+        result = jax.jit(lambda a, b, scale: gemm(a, b, col_scale=scale))(*placed)
+    np.testing.assert_array_equal(result, gemm(a, b, col_scale=scale))
+
+
+def test_jax_says_what_types_cannot_be(mesh: Mesh) -> None:
+    x, scale = meshes.place(mesh, _drawn(K, K)), _scales(4, 4)
+
+    def reduced(x: jax.Array) -> jax.Array:
+        return jax.sharding.reshard(x, P(None, None, reduced={"x"}))
+
+    with jax.set_mesh(mesh):
+        found = jax.eval_shape(lambda x: quantize(reduced(x)), x)
+        assert {y.sharding.spec.reduced for y in found} == {frozenset({"x"})}
+        with pytest.raises(Exception, match="another input is reduced"):
+            jax.eval_shape(lambda x: gemm(x, reduced(x), col_scale=scale), x)
+    automatic = NamedSharding(meshes.make_mesh(), P("x"))
+    with pytest.raises(ValueError, match="axis names that are of type Auto"):
+        gemm(x, x, col_scale=scale, out_sharding=automatic)
 
 
 @pytest.mark.parametrize(

@@ -38,14 +38,21 @@ PLACES = [
 LAST = (((2,), (0,)), ((), ()))
 X, W = (EXAMPLES, POSITIONS, INPUTS), (INPUTS, FEATURES)
 HEADS = (EXAMPLES, POSITIONS, 4, 64), (4, 64, FEATURES)
-# What is contracted, both shapes, and how both are split.
+# What is contracted, both shapes, how both are split, and how the result is to be, if that is said.
 PRODUCTS = [
-    (LAST, (X, W), (("x", None, "y"), (None, None))),
-    (LAST, (X, W), ((None, "y", None), ("x", None))),
-    (LAST, ((EXAMPLES, POSITIONS, INPUTS), (INPUTS, 4, 64)), ((None, "x", None), (None, "y"))),
-    ((((2, 3), (0, 1)), ((), ())), HEADS, (("x", None, "y"), ())),
-    ((((2, 3), (0, 1)), ((), ())), HEADS, ((None, "x"), ("y",))),
-    ((((0,), (1,)), ((), ())), ((INPUTS, 4, 64), W), ((None, "y", "x"), (None, None))),
+    (LAST, (X, W), (("x", None, "y"), (None, None)), None),
+    (LAST, (X, W), ((None, "y", None), ("x", None)), None),
+    (
+        LAST,
+        ((EXAMPLES, POSITIONS, INPUTS), (INPUTS, 4, 64)),
+        ((None, "x", None), (None, "y")),
+        None,
+    ),
+    ((((2, 3), (0, 1)), ((), ())), HEADS, (("x", None, "y"), ()), None),
+    ((((2, 3), (0, 1)), ((), ())), HEADS, ((None, "x"), ("y",)), None),
+    ((((2, 3), (0, 1)), ((), ())), HEADS, (("x",), (None, "y")), None),
+    ((((0,), (1,)), ((), ())), ((INPUTS, 4, 64), W), ((None, "y", "x"), (None, None)), None),
+    (LAST, (X, W), (("x", None, "y"), ("y", None)), P(None, "x", None)),
 ]
 
 
@@ -101,19 +108,47 @@ def test_a_layer_is_split_as_the_stock_one(mesh: Mesh, case: int) -> None:
         _checked(_trained(ours)(*given), _trained(stock)(*given))
 
 
-@pytest.mark.parametrize(("numbers", "shapes", "split"), PRODUCTS)
+@pytest.mark.parametrize(("numbers", "shapes", "split", "wanted"), PRODUCTS)
 def test_the_product_of_a_recipe_is_split_as_that_of_jax(
-    mesh: Mesh, numbers: Any, shapes: Any, split: Any
+    mesh: Mesh, numbers: Any, shapes: Any, split: Any, wanted: Any
 ) -> None:
     x, kernel = (
         meshes.place(mesh, _drawn(*shape), *own) for shape, own in zip(shapes, split, strict=True)
     )
     with jax.set_mesh(mesh):
         results = [
-            _trained(lambda x, w, f=f: f(x, w, numbers))(jnp.float32(2), x, kernel)
+            _trained(lambda x, w, f=f: f(x, w, numbers, out_sharding=wanted))(
+                jnp.float32(2), x, kernel
+            )
             for f in (EXACT.dot_general, jax.lax.dot_general)
         ]
     _checked(*results)
+
+
+def test_what_is_padded_is_split_as_far_as_its_size_can_be() -> None:
+    thirds = jax.make_mesh((3,), ("z",), (AxisType.Explicit,), devices=jax.devices()[:3])
+    given = _drawn(8, 192), _drawn(192, 192)
+    step = _trained(lambda x, w: EXACT.dot_general(x, w, (((1,), (0,)), ((), ()))))
+    placed = meshes.place(thirds, given[0], None, "z"), meshes.place(thirds, given[1])
+    for one, other in zip(step(jnp.float32(2), *placed), step(jnp.float32(2), *given), strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+def test_a_residual_may_be_split_along_other_dimensions(mesh: Mesh) -> None:
+    residual = _drawn(EXAMPLES, POSITIONS, FEATURES)
+    given = _drawn(EXAMPLES, POSITIONS, INPUTS), _drawn(INPUTS, FEATURES), residual
+    specs = ("y", None, None), (None, None), (None, "x", None)
+    placed = [meshes.place(mesh, x, *own) for x, own in zip(given, specs, strict=True)]
+
+    def ours(x: jax.Array, kernel: jax.Array, residual: jax.Array) -> jax.Array:
+        layer = linen.Fp8Dense(FEATURES, recipe=EXACT, use_bias=False)
+        return layer.bind({"params": {"kernel": kernel}})(x, residual=residual)
+
+    def stock(x: jax.Array, kernel: jax.Array, residual: jax.Array) -> jax.Array:
+        return x @ kernel + residual
+
+    with jax.set_mesh(mesh):
+        _checked(*(_trained(f)(jnp.float32(2), *placed) for f in (ours, stock)))
 
 
 @pytest.mark.parametrize("wanted", [P("x", None, None), P(None, "x", "y"), P()], ids=str)

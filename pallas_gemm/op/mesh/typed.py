@@ -27,12 +27,6 @@ def are_split(*arrays: Any) -> bool:
     return said and not any(map(mesh_context.is_partial_sum, types))
 
 
-def replicated(x: Any) -> NamedSharding | None:
-    """Returns how an array is not split, for one whose type says how it is; None elsewhere."""
-    own = sharding_of(x)
-    return None if own is None else NamedSharding(own.mesh, PartitionSpec())
-
-
 def split_as(x: Any, sharding: NamedSharding | None) -> Any:
     """Returns an array that is split as told, if its type says how it is."""
     stays = sharding is None or sharding_of(x) in (None, sharding)

@@ -65,16 +65,20 @@ def test_each_device_quantizes_whole_blocks(
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_each_device_has_all_rows_of_groups_that_are_told_apart(
-    mesh: Mesh, parts: list[Any]
+    kind: AxisType, parts: list[Any]
 ) -> None:
     x, sizes = normal(512, 512, dtype=jnp.bfloat16), jnp.array([100, 300])
     f = functools.partial(quantize, axis="both", block=((1, 128), (128, 128)))
     expected = jax.tree.leaves(f(x, group_sizes=sizes))
-    placed = meshes.place(mesh, x, "x", "y")
+    placed = meshes.place(meshes.make_mesh(kind), x, "x", "y")
     parts.clear()
     found = jax.jit(lambda x: f(x, group_sizes=sizes))(placed)
     assert set(parts) == {(512, 128)}
+    if kind == AxisType.Explicit:
+        specs = [tuple(jax.typeof(own).sharding.spec) for own in jax.tree.leaves(found)]
+        assert specs == [("x", "y"), ("x", "y"), ("y", None), (None, "y")]
     for one, other in zip(jax.tree.leaves(found), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
