@@ -147,11 +147,14 @@ def test_along_manual_axes_each_device_has_its_own(mesh: Mesh) -> None:
     rows, whole = P("x", None), P(None, None)
 
     def run(a: jax.Array, b: jax.Array, row: jax.Array) -> Any:
-        return gemm(a, b, row_scale=row, col_scale=_scales(4, 3)), *quantize(a, block=(4, 128))
+        product = functools.partial(gemm, row_scale=row, col_scale=_scales(4, 3))
+        result, pull = jax.vjp(product, a, b)
+        return result, *pull(3 + 0 * result), *quantize(a, block=(4, 128))
 
     with jax.set_mesh(mesh):
-        own = jax.shard_map(run, axis_names={"x"}, in_specs=(rows, whole, rows), out_specs=rows)
-        pairs = zip(given, (("x", "y"), (None, "y"), ("x", None)), strict=True)
+        results = (rows, rows, whole, rows, rows)
+        own = jax.shard_map(run, axis_names={"x"}, in_specs=(rows, whole, rows), out_specs=results)
+        pairs = zip(given, (("x", "y"), (), ("x",)), strict=True)
         found = jax.jit(own)(*(meshes.place(mesh, x, *spec) for x, spec in pairs))
     for one, other in zip(found, run(*given), strict=True):
         np.testing.assert_array_equal(one, other)

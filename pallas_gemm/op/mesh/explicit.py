@@ -21,7 +21,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 from pallas_gemm.call import OF_RESULT, Call, Operands
 from pallas_gemm.op import autodiff, function_of_sums, fused, in_blocks, linear
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.product import give_rules
+from pallas_gemm.op.product import equally_varying, give_rules
 from pallas_gemm.planning import numerics
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
@@ -47,9 +47,10 @@ def by_xla(
 
 def computed(f: Function, shardings: Sequence[Any], *operands: jax.Array) -> list[jax.Array]:
     """Computes a function as on an automatic mesh; its results are split as told."""
-    avals = tuple(map(jax.typeof, operands))
+    given = equally_varying(operands)
+    avals = tuple(map(jax.typeof, given))
     jaxpr = _traced(f, tuple(shardings), avals, jax.sharding.get_abstract_mesh())
-    return explicit_p.bind(*operands, f=f, jaxpr=jaxpr)
+    return explicit_p.bind(*given, f=f, jaxpr=jaxpr)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -189,7 +190,11 @@ class _Transposed:
         def of_missing(*missing: jax.Array) -> list[jax.Array]:
             return list(self.of(*_filled(self.missing, missing, others)))
 
-        shapes = [jax.ShapeDtypeStruct(*kind) for kind in self.kinds]
+        # In a `shard_map` along other axes, what it is linear in varies as the results do.
+        like = jax.typeof(cotangents[0])
+        how = {"sharding": NamedSharding(like.sharding.mesh, PartitionSpec())}
+        how["manual_axis_type"] = like.manual_axis_type
+        shapes = [jax.ShapeDtypeStruct(*kind, **how) for kind in self.kinds]
         return jax.linear_transpose(of_missing, *shapes)(list(cotangents))
 
 
