@@ -91,6 +91,7 @@ class Request:
         return self._sharding(unscaled, given.values())
 
     def _sharding(self, compute: Callable[..., Any], operands: Iterable[Any]) -> NamedSharding:
+        """Returns the sharding of the type of a function's result."""
         try:
             result: Any = jax.make_jaxpr(compute)(*operands).out_avals[0]
         except Exception as error:
