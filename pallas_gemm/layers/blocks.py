@@ -14,7 +14,6 @@ from pallas_gemm.api.recipe import Factors, Recipe
 from pallas_gemm.call import Operands, Options
 from pallas_gemm.kernels.functions import activations
 from pallas_gemm.layers import eight_bits, routed
-from pallas_gemm.op.mesh import typed
 from pallas_gemm.op.mesh.matrices import Rows, of_matrix
 from pallas_gemm.problem import Epilogue
 
@@ -45,7 +44,10 @@ def dense(
     factors = rows.matrix(inputs), kernel
     options["out_sharding"] = of_matrix(split, dims)
     if residual is not None:
-        residual = rows.matrix(typed.split_as(jnp.broadcast_to(residual, shape), split))
+        residual = jnp.broadcast_to(residual, shape)
+        if split is not None:
+            residual = jax.sharding.reshard(residual, split)
+        residual = rows.matrix(residual)
     if 0 in (*factors[0].shape, *kernel.shape):
         # There is no block.
         result = gemm(*factors, bias=bias, residual=residual, **options)
