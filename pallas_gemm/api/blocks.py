@@ -1,21 +1,19 @@
-"""Scales of blocks: what their shapes say, and the product whose dimensions are cut into blocks.
+"""Scales of blocks: what their shapes say.
 
-A scale of `[m / r, k / g]` has a value for each block of r rows and g contracted elements. The
-dimensions of the product are cut accordingly, `m` into `m / r` and `r`, so that each dimension of a
-scale is one of the product. JAX maps, derives and splits a product by its dimensions, these too.
+A scale of `[m / r, k / g]` has a value for each block of r rows and g contracted elements.
 """
 
-from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.export import is_symbolic_dim
 
 from pallas_gemm.call import Operands
-from pallas_gemm.op.contraction import ONE, Contraction, Shape
-from pallas_gemm.problem import BLOCKS, OF_FACTORS, SCALES
+from pallas_gemm.op.contraction import Shape
+from pallas_gemm.op.in_blocks import shaped
+from pallas_gemm.op.mesh import typed
+from pallas_gemm.problem import BLOCKS, SCALES
 
 SHORTEST = 16
 """Contracted elements of a block, unless it is all of them. Shorter ones would mostly be scales of
@@ -138,7 +136,8 @@ def _repeated(scale: Any, times: int, axis: int, size: int) -> Any:
     """Repeats each value along an axis, up to a size."""
     if isinstance(scale, jax.ShapeDtypeStruct):
         return shaped(scale, (*scale.shape[:axis], size, *scale.shape[axis + 1 :]))
-    whole = jnp.repeat(scale, times, axis)
+    whole = jnp.repeat(scale, times, axis, out_sharding=typed.sharding_of(scale))
+    whole = typed.split_into(whole, axis, size)
     return jax.lax.slice_in_dim(whole, 0, size, axis=axis)
 
 
@@ -157,140 +156,21 @@ def as_vector(scale: Any, size: int, lead: Shape, *, left: bool) -> Any:
     if isinstance(scale, jax.ShapeDtypeStruct):
         return shaped(scale, (*front, size))
     vector = scale.reshape(*front, count)
-    return vector if count == size else jnp.repeat(vector, size // count, -1)
+    if count == size:
+        return vector
+    return jnp.repeat(vector, size // count, -1, out_sharding=typed.sharding_of(vector))
 
 
 def alike(given: Operands) -> Operands:
     """Returns operands whose scales are all of blocks of the same length along k: the shortest."""
     axes = {name: -1 if name == BLOCKS[0] else -2 for name in BLOCKS}
     scales = {name: x for name in BLOCKS if (x := getattr(given, name)) is not None}
-    most = max((x.shape[axes[name]] for name, x in scales.items()), default=1)
+    counts = [x.shape[axes[name]] for name, x in scales.items()]
+    # Nothing of k is one block, or none.
+    most = min(counts) if 0 in counts else max(counts, default=1)
     found = {}
     for name, x in scales.items():
         axis = x.ndim + axes[name]
-        times = most // x.shape[axis]
-        found[name] = x if times == 1 else _repeated(x, times, axis, most)
+        count = x.shape[axis]
+        found[name] = x if count == most else _repeated(x, max(1, most // count), axis, most)
     return given._replace(**found)
-
-
-class Cut(NamedTuple):
-    """A dimension that is cut: the letters of its parts, the outermost first, and their sizes."""
-
-    letters: str
-    sizes: Shape
-
-
-def cut(dims: Contraction, given: Operands) -> tuple[Contraction, Operands]:
-    """Cuts the dimensions of a product of matrices into blocks.
-
-    Args:
-        dims: The dimensions of all operands but the scales of blocks.
-        given: The operands, those scales among them.
-
-    Returns:
-        The dimensions, and the operands in shapes that have them.
-    """
-    sizes = dims.sizes(given.a.shape, given.b.shape)
-    scales = {own: x for own in OF_FACTORS if (x := getattr(given, own)) is not None}
-    counts: dict[str, set[int]] = {"m": set(), "n": set(), "k": set()}
-    for name, x in scales.items():
-        pair = ("m", "k") if name == "row_blocks" else ("k", "n")
-        for letter, count in zip(pair, x.shape[-2:], strict=True):
-            counts[letter].add(count)
-    cuts: dict[str, Cut] = {}
-    for letter, own in counts.items():
-        cuts |= _cut_of(dims, letter, sizes.get(letter, 1), sorted(own), cuts)
-    found, letters = {}, {}
-    operands = {"a": dims.lhs, "b": dims.rhs, "up": dims.rhs}
-    for name, x in given._asdict().items():
-        if x is None or name in scales:
-            continue
-        own = operands.get(name) or getattr(dims, name)
-        found[name], new = _reshaped(x, own, cuts)
-        letters[{"a": "lhs", "b": "rhs"}.get(name, name)] = new
-    letters.pop("up", None)
-    for name, x in scales.items():
-        left = name == "row_blocks"
-        front = (dims.lhs if left else dims.rhs)[: x.ndim - 2]
-        front = "".join(c if size != 1 else ONE for c, size in zip(front, x.shape, strict=False))
-        pair = zip("mk" if left else "kn", x.shape[-2:], strict=True)
-        each = [_first_parts(cuts.get(letter), letter, count) for letter, count in pair]
-        parts = tuple(size for _, shape in each for size in shape)
-        found[name] = shaped(x, (*x.shape[:-2], *parts))
-        letters[name] = front + "".join(own for own, _ in each)
-    _, letters["out"] = _reshaped(None, dims.out, cuts)
-    letters["whole"] = dims.out
-    return dims.with_letters(**letters), Operands(**{"a": None, "b": None} | found)
-
-
-def _cut_of(
-    dims: Contraction, letter: str, size: int, counts: Sequence[int], taken: Mapping[str, Cut]
-) -> dict[str, Cut]:
-    """Returns how a dimension is cut into blocks, and these into others, if it is."""
-    found: list[tuple[str, int]] = []
-    before = 1
-    used = {*dims.lhs, *dims.rhs, *"".join(own.letters for own in taken.values())}
-    free = (x for x in map(chr, range(ord("A"), ord("Z") + 1)) if x not in used)
-    for count in (*counts, size):
-        if count != before:
-            found.append((next(free), count // before))
-            before = count
-    if len(found) < 2:
-        return {}
-    letters = "".join(x for x, _ in found[:-1]) + letter
-    return {letter: Cut(letters, tuple(own for _, own in found))}
-
-
-def _first_parts(own: Cut | None, letter: str, count: int) -> tuple[str, Shape]:
-    """Returns the letters and sizes of a dimension that a scale has, by the number of blocks."""
-    if own is None:
-        return (letter if count != 1 else ONE), (count,)
-    letters, sizes, total = "", (), 1
-    for x, size in zip(own.letters, own.sizes, strict=True):
-        if total == count:
-            break
-        letters, sizes, total = letters + x, (*sizes, size), total * size
-    return (letters, sizes) if letters else (ONE, (1,))
-
-
-def _reshaped(x: Any, letters: str, cuts: Mapping[str, Cut]) -> tuple[Any, str]:
-    """Returns an array with its dimensions cut, and their letters."""
-    new = "".join(cuts[c].letters if c in cuts else c for c in letters)
-    if x is None or new == letters:
-        return x, new
-    shape = tuple(x.shape)
-    for c in letters:
-        if c in cuts:
-            # One at a time: of an explicit mesh, JAX splits no two dimensions at once.
-            place = len(shape) - (len(letters) - letters.index(c))
-            shape = (*shape[:place], *cuts[c].sizes, *shape[place + 1 :])
-            x = shaped(x, shape)
-    return x, new
-
-
-def cut_spec(sharding: Any, before: str, after: str) -> Any:
-    """Returns how a result whose dimensions are cut is split: the outermost part as the whole.
-
-    Args:
-        sharding: The sharding that is asked for, or its axes for each dimension, or None.
-        before: The letters of the dimensions before they are cut.
-        after: The letters of the parts; the last part of each has the letter of the whole.
-    """
-    if sharding is None:
-        return None
-    spec = getattr(sharding, "spec", sharding)
-    axes, found, is_first = dict(zip(before, spec, strict=False)), [], True
-    for place, letter in enumerate(after):
-        whole = next(x for x in after[place:] if x in before)
-        found.append(axes.get(whole) if is_first else None)
-        is_first = letter in before
-    return tuple(found)
-
-
-def shaped(x: Any, shape: Shape) -> Any:
-    """Reshapes an array, or broadcasts it where it is smaller."""
-    if isinstance(x, jax.ShapeDtypeStruct):
-        return jax.ShapeDtypeStruct(shape, x.dtype)
-    if tuple(x.shape) == shape:
-        return x
-    return x.reshape(shape) if x.size == np.prod(shape) else jnp.broadcast_to(x, shape)

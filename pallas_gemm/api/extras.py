@@ -17,6 +17,7 @@ from pallas_gemm.api.blocks import Factor
 from pallas_gemm.call import DIMENSIONS, Operands
 from pallas_gemm.kernels.element_types import BITS, FLOATS_16, SINGLE, is_widened
 from pallas_gemm.op.contraction import ONE, Shape
+from pallas_gemm.op.in_blocks import shaped
 from pallas_gemm.planning import ignored
 from pallas_gemm.problem import KINDS, OF_FACTORS, SCALES, ZEROS, Epilogue
 
@@ -206,8 +207,8 @@ def _add_zeros(
             )
         *lead, columns = vector_of_scale.shape
         shape = (*lead, 1, columns)
-        found |= {scale_name: None, own: blocks.shaped(vector_of_scale, shape)}
-        zeros = blocks.shaped(blocks.shaped(zeros, vector_of_scale.shape), shape)
+        found |= {scale_name: None, own: shaped(vector_of_scale, shape)}
+        zeros = shaped(shaped(zeros, vector_of_scale.shape), shape)
     found[zero_name] = blocks.checked(called[0], zeros, of, left=False)
 
 
@@ -302,12 +303,12 @@ def vector(name: str, x: Any, letter: str, result: Result) -> Any:
         raise ValueError(f"{name} needs a result with {line}s, but {missing} is a vector")
     shape = tuple(x.shape)
     if shape == ():
-        return blocks.shaped(x, (size,))
+        return shaped(x, (size,))
     if is_bias and len(shape) == len(result.whole) >= 2 and shape[-2] == 1 and result.is_matrices:
         # As it would be added to the result.
         shape = (*shape[:-2], shape[-1])
     if shape and shape[-1] == size and result.is_front(shape[:-1]):
-        return blocks.shaped(x, shape)
+        return shaped(x, shape)
     legal = f"[{size}]"
     if result.lead and result.is_matrices:
         legal += f" or {[*result.lead, size]}"

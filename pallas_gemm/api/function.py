@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.api import arguments, blocks, request
-from pallas_gemm.api.extras import Result
+from pallas_gemm.api import arguments, request
 from pallas_gemm.call import Numerics, Operands, Options, signature_of
 from pallas_gemm.kernels.functions import lines
-from pallas_gemm.op import fused
+from pallas_gemm.op import fused, in_blocks
 from pallas_gemm.op.function_of_sums import Function
 from pallas_gemm.op.mesh import mesh_context
 from pallas_gemm.op.mesh.explicit import explicit_fused
-from pallas_gemm.op.product import squeezed
 from pallas_gemm.planning import dispatch, numerics
 from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.problem import SCALES, VALUES, Epilogue
@@ -76,8 +74,7 @@ def answer(
         return request.of_gemm(own, Epilogue(), options, preferred_element_type=np.float32, **how)
 
     asked = asked_of(given)
-    flags = (how.get("transpose_a", False), how.get("transpose_b", False))
-    shape = asked.shape or Result.of(asked.operands.a, asked.operands.b, *flags).whole
+    shape = asked.contraction.shape(*(x.shape for x in asked.operands[:2]))
     sums = [jax.ShapeDtypeStruct(shape, asked.call.out_dtype)] * (1 + (given.up is not None))
     if asked.outside is not None:
         every = [given.of_sum(SCALES[:2], up=up) for up in (False, True)[: len(sums)]]
@@ -92,14 +89,13 @@ def answer(
     function, tree = traced(scaled.function, sums, taken)
     everything = (*factors.present(), *taken)
     call = request.in_parts(call, asked.contraction, asked.operands, finished=True)
-    dims, own = squeezed(call, dims, factors.present())
+    if request.is_explicit(*everything):
+        results = explicit_fused(call, dims, function, asked.unscaled_sharding, *everything)
+        return jax.tree.unflatten(tree, results)
+    dims, own = in_blocks.ready(call, dims, factors.present())
     if options.names_something and not mesh_context.is_on_mesh(*everything):
         check_named(options, fused.plan(call, dims, function, signature_of((*own, *taken))))
-    run: Callable[..., Any] = fused.fused
-    if request.is_explicit(*everything):
-        spec = blocks.cut_spec(how.get("out_sharding"), dims.whole or dims.out, dims.out)
-        run = functools.partial(explicit_fused, spec=spec)
-    return jax.tree.unflatten(tree, run(call, dims, function, *own, *taken))
+    return jax.tree.unflatten(tree, fused.fused(call, dims, function, *own, *taken))
 
 
 class Scaled(NamedTuple):

@@ -15,11 +15,10 @@ from pallas_gemm.config import GemmConfig
 # What JAX has to know of the product is registered when these are imported.
 from pallas_gemm.op import autodiff as autodiff
 from pallas_gemm.op import batching as batching
+from pallas_gemm.op import in_blocks
 from pallas_gemm.op import lowering as lowering
 from pallas_gemm.op import taylor as taylor
-from pallas_gemm.op.mesh import mesh_context
-from pallas_gemm.op.mesh.explicit import explicit_product
-from pallas_gemm.op.product import product
+from pallas_gemm.op.mesh import explicit, mesh_context
 from pallas_gemm.planning import dispatch, ignored
 from pallas_gemm.problem import Epilogue
 
@@ -336,17 +335,18 @@ def answer(asked: Request) -> jax.Array:
     """Computes what was asked for; its derivative names the result for `jax.checkpoint`."""
     notes.note(asked)
     operands = asked.operands.present()
+    given = asked.call, asked.contraction
     if asked.outside is not None:
         ignored.warn_of_options(asked.call.options, asked.outside)
-        return asked.answered(asked.by_xla(*operands))
+        if asked.is_scaled and (sharding := asked.type_sharding) is not None:
+            return explicit.by_xla(*given, sharding, *operands)
+        return asked.by_xla(*operands)
     options = asked.call.options
     per_part = options.config is not None or options.schedule is not None
     if options.names_something and not (per_part and mesh_context.is_on_mesh(*operands)):
         # What is named and does not fit is refused here, before anything is traced.
         dispatch.check(asked.merged.call, asked.merged.signature)
-    sharding = asked.result_sharding
-    if sharding is not None:
-        result = explicit_product(asked.call, asked.contraction, sharding, *operands)
-        return asked.answered(result)
+    if (sharding := asked.result_sharding) is not None:
+        return explicit.explicit_product(*given, sharding, *operands)
     # Not under a `jax.jit` of its own, where nobody would see what makes its operands.
-    return asked.answered(product(asked.call, asked.contraction, *operands))
+    return in_blocks.multiplied(*given, *operands)

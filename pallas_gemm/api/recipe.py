@@ -9,7 +9,6 @@ read once for both of its products.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -18,11 +17,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_gemm.api import arguments
+from pallas_gemm.api import arguments, request
 from pallas_gemm.api.blocks import SHORTEST
 from pallas_gemm.api.gemm import gemm
 from pallas_gemm.api.quantize import BOTH, Quantized, checked_block, quantize
+from pallas_gemm.call import Options
 from pallas_gemm.kernels.quantize import Block
+from pallas_gemm.op.mesh import typed
+from pallas_gemm.op.mesh.matrices import Rows, of_matrix
 from pallas_gemm.op.product import equally_varying
 from pallas_gemm.problem import SCALES
 
@@ -179,7 +181,7 @@ class Recipe:
             ValueError: There are batch dimensions, or a precision.
         """
         numbers = arguments.dimension_numbers(lhs, rhs, dimension_numbers)
-        (left, right), (batch, _) = numbers
+        batch, _ = numbers[1]
         if batch:
             raise ValueError(
                 "a recipe is for products of inputs and a kernel: dimension_numbers must name no"
@@ -187,20 +189,31 @@ class Recipe:
             )
         if precision is not None:
             raise ValueError(f"precision has no meaning for products of 8 bits, got {precision!r}")
-        lhs = jnp.moveaxis(lhs, left, range(-len(left), 0))
-        rhs = jnp.moveaxis(rhs, right, range(len(right)))
-        rows, columns = lhs.shape[: lhs.ndim - len(left)], rhs.shape[len(right) :]
-        k = math.prod(rhs.shape[: len(right)])
         dtype = jnp.result_type(lhs, rhs)
         wanted = dtype if preferred_element_type is None else preferred_element_type
-        found = product(
-            self,
-            lhs.reshape(math.prod(rows), k).astype(dtype),
-            rhs.reshape(k, math.prod(columns)).astype(dtype),
-            preferred_element_type=wanted,
-        )
-        found = found.reshape(*rows, *columns)
-        return found if out_sharding is None else jax.sharding.reshard(found, out_sharding)
+        given = lhs.astype(dtype), rhs.astype(dtype)
+        return _as_matrices(self, *given, numbers, wanted, out_sharding)
+
+
+def _as_matrices(
+    recipe: Recipe, lhs: jax.Array, rhs: jax.Array, numbers: Any, dtype: Any, out_sharding: Any
+) -> jax.Array:
+    """Multiplies arrays of any dimensions, without a batch, as matrices."""
+    asked = request.of_dot_general(lhs, rhs, numbers, Options(), out_sharding=out_sharding)
+    split, ((left, right), _) = asked.type_sharding, numbers
+    lhs = jnp.moveaxis(lhs, left, range(-len(left), 0))
+    rhs = jnp.moveaxis(rhs, right, range(len(right)))
+    dims, columns = lhs.ndim - len(left), rhs.shape[len(right) :]
+    rows = Rows.of(lhs, dims)
+    found = product(
+        recipe,
+        rows.matrix(lhs),
+        # What is contracted is in the order that the inputs have it in.
+        Rows(rhs.shape[: len(right)], (1,) * len(right)).matrix(rhs),
+        preferred_element_type=dtype,
+        out_sharding=of_matrix(split, dims),
+    )
+    return rows.whole(found, columns, split)
 
 
 def _check_readable(name: str, block: tuple[int, int]) -> None:
@@ -279,10 +292,16 @@ def gradients(
     given: Factors, recipe: Recipe, g: jax.Array, dtype: Any, **options: Any
 ) -> tuple[jax.Array, jax.Array]:
     """Returns the gradients of inputs and kernel, in a type, from that of their product."""
+
+    def multiplied(left: Quantized, right: Quantized, like: Quantized) -> jax.Array:
+        # A sum over what may be split, and split as what it is the gradient of.
+        own = {"out_sharding": typed.sharding_of(like.values), "preferred_element_type": dtype}
+        return scaled(left, right, recipe, **options, **own)
+
     rows, columns = quantized_grad(recipe, g)
-    options = options | {"preferred_element_type": dtype}
     kernel, inputs = turned(given.kernel_along_columns), turned(given.inputs_along_rows)
-    return scaled(rows, kernel, recipe, **options), scaled(inputs, columns, recipe, **options)
+    of_inputs = multiplied(rows, kernel, given.inputs)
+    return of_inputs, multiplied(inputs, columns, given.kernel_along_columns)
 
 
 def turned(given: Quantized) -> Quantized:
@@ -312,6 +331,7 @@ def scaled(
 
 def _longer(x: jax.Array, rest: int) -> jax.Array:
     """Returns an array with zeros at the end of its last dimension."""
+    x = typed.split_into(x, x.ndim - 1, x.shape[-1] + rest)
     return jnp.pad(x, [(0, 0)] * (x.ndim - 1) + [(0, rest)])
 
 

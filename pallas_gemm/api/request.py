@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -15,21 +15,21 @@ from jax.lax import dot, dot_general
 from jax.numpy import matmul
 from jax.sharding import AxisType, NamedSharding
 
-from pallas_gemm.api import arguments, blocks, extras
+from pallas_gemm.api import arguments, extras
 from pallas_gemm.api.few_bits import weight_operands
-from pallas_gemm.call import Call, Operands, Options, signature_of
+from pallas_gemm.call import OF_RESULT, Call, Operands, Options, signature_of
 from pallas_gemm.kernels import element_types
 from pallas_gemm.kernels.functions import activations
-from pallas_gemm.op import canonical, contraction, product
+from pallas_gemm.op import canonical, contraction, in_blocks, linear
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.mesh import mesh_context
+from pallas_gemm.op.mesh import mesh_context, typed
 from pallas_gemm.op.mesh.reduction import reduction_dtype
 from pallas_gemm.op.rounding import is_rounded_once
 from pallas_gemm.planning import numerics, scheme
 from pallas_gemm.planning import precision as precisions
 from pallas_gemm.planning.by_xla import xla
 from pallas_gemm.planning.targeting import known_target
-from pallas_gemm.problem import Epilogue, element_type
+from pallas_gemm.problem import BLOCKS, SCALES, Epilogue, element_type
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,7 +42,8 @@ class Request:
         operands: As they were given.
         by_xla: Computes the same from the operands that there are without the primitive.
         outside: Why no kernel is considered; None if one is.
-        shape: The shape of the result, where its dimensions are cut into blocks; else None.
+        plain: JAX's product of two factors, split as the caller asked for it.
+        is_scaled: Scales have a dimension along k. They have no say in how the result is split.
     """
 
     call: Call
@@ -50,31 +51,52 @@ class Request:
     operands: Operands
     by_xla: Callable[..., jax.Array]
     outside: str | None
-    shape: tuple[int, ...] | None = None
-
-    def answered(self, result: jax.Array) -> jax.Array:
-        """Returns the result as it was asked for."""
-        return result if self.shape is None else contraction.joined(result, self.shape)
+    plain: functools.partial[jax.Array]
+    is_scaled: bool = False
 
     @property
     def merged(self) -> canonical.Merged:
         """The product of matrices that one device would compute alone."""
-        signature = signature_of(self.operands.present())
-        dims, shapes = self.contraction.without_ones(self.call, [shape for shape, _ in signature])
-        dtypes = [dtype for _, dtype in signature]
-        return canonical.merged(self.call, dims, tuple(zip(shapes, dtypes, strict=True)))
+        types = [jax.ShapeDtypeStruct(*own) for own in signature_of(self.operands.present())]
+        dims, own = in_blocks.ready(self.call, self.contraction, types)
+        return canonical.merged(self.call, dims, signature_of(own))
 
     @property
     def result_sharding(self) -> NamedSharding | None:
-        """How the result is split where types say so, on an explicit mesh; None elsewhere."""
+        """How several devices split the result where types say so; None elsewhere."""
+        return self.type_sharding if is_explicit(*self.operands.present()) else None
+
+    @property
+    def type_sharding(self) -> NamedSharding | None:
+        """The sharding of the result's type on an explicit mesh, of one device too; else None."""
         operands = self.operands.present()
-        if not is_explicit(*operands):
+        if self.plain.keywords["out_sharding"] is None and not typed.are_split(*operands):
             return None
+        return self.unscaled_sharding if self.is_scaled else self._sharding(self.by_xla, operands)
+
+    @property
+    def unscaled_sharding(self) -> NamedSharding:
+        """The sharding of the result's type if nothing scales it, and no activation follows."""
+        names = (*self.call.factors, *(x for x in OF_RESULT if x not in SCALES))
+        given = {name: x for name in names if (x := getattr(self.operands, name)) is not None}
+
+        def unscaled(*operands: jax.Array) -> Any:
+            # Of a type in which any two arrays may be added and multiplied.
+            wide = (x.astype(np.float32) for x in operands)
+            own = Operands(**dict(zip(given, wide, strict=True)))
+            own = self.contraction.aligned(own)
+            sums = [self.plain(own.a, x) for x in (own.b, own.up) if x is not None]
+            return linear.total([*sums, *own._replace(a=None, b=None, up=None)])
+
+        return self._sharding(unscaled, given.values())
+
+    def _sharding(self, compute: Callable[..., Any], operands: Iterable[Any]) -> NamedSharding:
+        """Returns the sharding of the type of a function's result."""
         try:
-            result: Any = jax.make_jaxpr(self.by_xla)(*operands).out_avals[0]
+            result: Any = jax.make_jaxpr(compute)(*operands).out_avals[0]
         except Exception as error:
             # JAX's own, which shows how each operand is split, but names no dimension.
-            if found := _split_by_one_axis(self.contraction, *operands[:2]):
+            if found := _split_by_one_axis(self.contraction, *self.operands[:2]):
                 error.args = (f"{error}; {found}",)
             raise
         return result.sharding
@@ -130,15 +152,9 @@ def of_gemm(
     multiply = functools.partial(_matmul, transpose_a, transpose_b)
     if result.get("preferred_element_type") is not None:
         a = _strong(a)
-    given = given._replace(a=a, b=b, up=up)
-    asked = functools.partial(_request, epilogue=epilogue, options=options)
-    if not epilogue.blocks:
-        return asked(given, dims, multiply=multiply, **result)
-    before = dims.out
-    dims, given = blocks.cut(dims, given)
-    in_blocks = functools.partial(_in_blocks, dims, before)
-    whole = asked(given, dims, multiply=in_blocks, **result)
-    return dataclasses.replace(whole, shape=shape.whole)
+    scales = (getattr(operands, name) for name in (*SCALES, *BLOCKS))
+    asked = _request(given._replace(a=a, b=b, up=up), dims, epilogue, options, multiply, **result)
+    return dataclasses.replace(asked, is_scaled=any(np.ndim(x) > 1 for x in scales))
 
 
 def _strong(x: Any) -> Any:
@@ -208,9 +224,10 @@ def _request(
         if outside is not None:
             raise ValueError(numerics.why_not_kept(options.numerics, outside))
         call = in_parts(call, dims, operands)
-    multiply = functools.partial(multiply, precision=resolved, out_sharding=out_sharding)
-    by_xla = functools.partial(_by_xla, call, multiply, wanted)
-    return Request(call, dims, operands, by_xla, outside)
+    plain = functools.partial(multiply, out_sharding=out_sharding)
+    precise = functools.partial(plain, precision=resolved)
+    by_xla = functools.partial(_by_xla, call, dims, precise, wanted)
+    return Request(call, dims, operands, by_xla, outside, plain)
 
 
 def has_scaled_weights(epilogue: Epilogue, a: Any, b: Any) -> bool:
@@ -269,12 +286,16 @@ def is_explicit(*operands: Any) -> bool:
 
 
 def _by_xla(
-    call: Call, multiply: Callable[..., jax.Array], wanted: Any, *operands: jax.Array
+    call: Call,
+    dims: Contraction,
+    multiply: Callable[..., jax.Array],
+    wanted: Any,
+    *operands: jax.Array,
 ) -> jax.Array:
     """Computes a request by XLA's product, which JAX derives and partitions itself."""
-    given = call.unpack(operands)
     if call.epilogue.blocks:
-        return multiply(call, *operands)
+        return in_blocks.by_xla(call, dims, *operands)
+    given = call.unpack(operands)
     if call.epilogue.is_identity:
         # Without a preferred type it is JAX's to say that the result is weakly typed.
         return multiply(given.a, given.b, preferred_element_type=wanted)
@@ -289,20 +310,6 @@ def _matmul(transpose_a: bool, transpose_b: bool, a: Any, b: Any, **how: Any) ->
     a = jnp.swapaxes(a, -1, -2) if transpose_a and a.ndim > 1 else a
     b = jnp.swapaxes(b, -1, -2) if transpose_b and b.ndim > 1 else b
     return matmul(a, b, **how)
-
-
-def _in_blocks(
-    dims: Contraction,
-    before: str,
-    call: Call,
-    *operands: Any,
-    out_sharding: Any = None,
-    precision: Any,
-) -> jax.Array:
-    del precision  # The call has it.
-    squeezed, given = product.squeezed(call, dims, operands)
-    spec = blocks.cut_spec(out_sharding, before, squeezed.out)
-    return squeezed.by_xla(call, *given, spec=spec)
 
 
 def _dot_general(numbers: contraction.DimensionNumbers, a: Any, b: Any, **how: Any) -> jax.Array:

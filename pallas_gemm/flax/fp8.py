@@ -18,7 +18,7 @@ from flax.linen import fp8_ops
 from pallas_gemm.api.gemm import dot_general, gemm
 from pallas_gemm.api.recipe import Recipe, named
 from pallas_gemm.layers import per_channel
-from pallas_gemm.layers.eight_bits import split_as
+from pallas_gemm.op.mesh.typed import sharding_of
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 SCALINGS = ("current", "delayed")
@@ -136,6 +136,7 @@ class PerTensor:
         self, factors: _Factors, g: jax.Array, states: States, *, dtype: Any, **options: Any
     ) -> tuple[Any, Any, States]:
         """Returns the gradients of inputs and kernel, and the states."""
+        # Both gradients are sums over what may be split.
         g8, scale, new = quantize(g, E5M2, states.output_grad)
         of_inputs = gemm(
             g8,
@@ -143,7 +144,7 @@ class PerTensor:
             alpha=scale * factors.scales[1],
             transpose_b=True,
             preferred_element_type=dtype,
-            out_sharding=split_as(factors.inputs),
+            out_sharding=sharding_of(factors.inputs),
             **options,
         )
         rows = tuple(range(g.ndim - 1))
@@ -152,7 +153,7 @@ class PerTensor:
             g8,
             ((rows, rows), ((), ())),
             preferred_element_type=jnp.float32,
-            out_sharding=split_as(factors.kernel),
+            out_sharding=sharding_of(factors.kernel),
         )
         of_kernel = (of_kernel * (scale * factors.scales[0])).astype(dtype)
         return of_inputs, of_kernel, states._replace(output_grad=new)

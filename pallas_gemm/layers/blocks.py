@@ -1,19 +1,21 @@
 """A scale for each block of the factors of a layer, or of experts, as a recipe says."""
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from pallas_gemm.api import gated_recipe
+from pallas_gemm.api import gated_recipe, request
 from pallas_gemm.api import recipe as recipes
 from pallas_gemm.api.gemm import gemm
 from pallas_gemm.api.recipe import Factors, Recipe
+from pallas_gemm.call import Operands, Options
 from pallas_gemm.kernels.functions import activations
 from pallas_gemm.layers import eight_bits, routed
+from pallas_gemm.op.mesh.matrices import Rows, of_matrix
+from pallas_gemm.problem import Epilogue
 
 
 def dense(
@@ -34,21 +36,25 @@ def dense(
         **options: As for `gemm`.
     """
     inputs, kernel, bias = operands
+    shape, dims = (*inputs.shape[:-1], kernel.shape[-1]), inputs.ndim - 1
+    plain = Operands(inputs, kernel, bias=bias, residual=residual)
+    split = request.of_gemm(plain, Epilogue(), Options(), out_sharding=out_sharding).type_sharding
     # Rows follow each other, so that blocks of them cross the examples of a batch.
-    count = math.prod(inputs.shape[:-1])
-    rows = inputs.reshape(count, inputs.shape[-1])
-    columns = kernel.shape[-1]
+    rows = Rows.of(inputs, dims)
+    factors = rows.matrix(inputs), kernel
+    options["out_sharding"] = of_matrix(split, dims)
     if residual is not None:
-        residual = jnp.broadcast_to(residual, (*inputs.shape[:-1], columns))
-        residual = residual.reshape(count, columns)
-    if 0 in (*rows.shape, *kernel.shape):
+        residual = jnp.broadcast_to(residual, shape)
+        if split is not None:
+            residual = jax.sharding.reshard(residual, split)
+        residual = rows.matrix(residual)
+    if 0 in (*factors[0].shape, *kernel.shape):
         # There is no block.
-        result = gemm(rows, kernel, bias=bias, residual=residual, **options)
+        result = gemm(*factors, bias=bias, residual=residual, **options)
     else:
-        scheme = InBlocks(recipe)
-        result = eight_bits.dense(scheme, (rows, kernel, bias), None, residual=residual, **options)
-    result = result.reshape(*inputs.shape[:-1], columns)
-    return result if out_sharding is None else jax.sharding.reshard(result, out_sharding)
+        given = (*factors, bias)
+        result = eight_bits.dense(InBlocks(recipe), given, None, residual=residual, **options)
+    return rows.whole(result, kernel.shape[-1:], split)
 
 
 @dataclasses.dataclass(frozen=True)

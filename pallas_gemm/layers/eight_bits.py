@@ -9,9 +9,9 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType
 
 from pallas_gemm.kernels.functions import activations
+from pallas_gemm.op.mesh import typed
 from pallas_gemm.op.product import equally_varying
 
 
@@ -139,14 +139,4 @@ class _Dense(NamedTuple):
 def _summed(g: jax.Array, rows: tuple[int, ...], bias: jax.Array) -> jax.Array:
     """Returns the gradient of a bias, split as the bias."""
     summed = jnp.sum(g, axis=rows, dtype=jnp.float32).astype(bias.dtype)
-    spec = split_as(bias)
-    return summed if spec is None else jax.sharding.reshard(summed, spec)
-
-
-def split_as(x: jax.Array) -> Any:
-    """Returns how an array is split on an explicit mesh, as its gradient is to be; None elsewhere.
-
-    Both gradients are sums over what may be split.
-    """
-    sharding = jax.typeof(x).sharding
-    return sharding.spec if AxisType.Explicit in sharding.mesh.axis_types else None
+    return typed.split_as(summed, typed.sharding_of(bias))

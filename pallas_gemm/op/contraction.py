@@ -193,24 +193,18 @@ class Contraction:
         """Applies an epilogue as `xla.finish` does."""
         return xla.finish(epilogue, sums, self.aligned(given))
 
-    def by_xla(self, call: Call, *operands: jax.Array, spec: Any = None) -> jax.Array:
-        """Computes a call by XLA, of operands as they are.
-
-        Args:
-            call: The call.
-            *operands: Its operands.
-            spec: The axes of an explicit mesh that split each dimension of the result, if said.
-        """
+    def by_xla(self, call: Call, *operands: jax.Array) -> jax.Array:
+        """Computes a call by XLA, of operands as they are."""
         given = call.unpack(operands)
         if call.epilogue.blocks:
             call, given = self._without_blocks(call, given)
         else:
             given = xla.widened(given)
             if call.epilogue.is_identity:
-                return self._dot(call, given.a, given.b, call.out_dtype, spec)
+                return self._dot(call, given.a, given.b, call.out_dtype)
         wide = xla.wide_dtype(given.a.dtype, given.b.dtype, call.out_dtype)
         rights = [b for b in (given.b, given.up) if b is not None]
-        sums = [self._dot(call, given.a, b, wide, spec) for b in rights]
+        sums = [self._dot(call, given.a, b, wide) for b in rights]
         return self.finish(call.epilogue, sums, given).astype(call.out_dtype)
 
     def _without_blocks(self, call: Call, given: Operands) -> tuple[Call, Operands]:
@@ -222,15 +216,13 @@ class Contraction:
 
         return xla.scaled_factors(call, given, spread)
 
-    def _dot(
-        self, call: Call, a: jax.Array, b: jax.Array, out_dtype: Any, spec: Any = None
-    ) -> jax.Array:
+    def _dot(self, call: Call, a: jax.Array, b: jax.Array, out_dtype: Any) -> jax.Array:
         free = [x for x in self.out if x not in self.batch]
         if free and free[0] in self.columns:
             # What stands first in the result is that of the left operand.
             call = call.with_swapped_precision()
-            return _dot_general(self.swapped, call.precision, out_dtype, b, a, spec)
-        return _dot_general(self, call.precision, out_dtype, a, b, spec)
+            return _dot_general(self.swapped, call.precision, out_dtype, b, a)
+        return _dot_general(self, call.precision, out_dtype, a, b)
 
 
 def joined(result: jax.Array, shape: Shape) -> jax.Array:
@@ -252,22 +244,14 @@ def _aligned(x: jax.Array, letters: str, out: str) -> jax.Array:
 
 
 def _dot_general(
-    dims: Contraction, precision: Any, out_dtype: Any, a: jax.Array, b: jax.Array, spec: Any
+    dims: Contraction, precision: Any, out_dtype: Any, a: jax.Array, b: jax.Array
 ) -> jax.Array:
     def places(letters: str) -> tuple[list[int], list[int]]:
         return [dims.lhs.index(x) for x in letters], [dims.rhs.index(x) for x in letters]
 
     numbers = (places(dims.contracted), places(dims.batch))
     found = dims.batch + dims.rows + dims.columns
-    axes = dict(zip(dims.out, spec or (), strict=False))
-    result = dot_general(
-        a,
-        b,
-        numbers,
-        precision=precision,
-        preferred_element_type=out_dtype,
-        out_sharding=None if spec is None else jax.P(*(axes.get(x) for x in found)),
-    )
+    result = dot_general(a, b, numbers, precision=precision, preferred_element_type=out_dtype)
     if found == dims.out:
         return result
     return jnp.transpose(result, [found.index(x) for x in dims.out])

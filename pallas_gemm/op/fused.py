@@ -215,7 +215,7 @@ def _lowered(
     gpu: bool,
 ) -> Any:
     if not mesh_context.is_one_devices(ctx.module_context.axis_context):
-        lowering.refuse_simulation(call)
+        lowering.refuse_simulation(call.options.implementation)
         parts = parts_of(contraction, function)
         refuse_unpromised(call, parts)
         alone = devices is None or mesh_context.why_not_partitioned(ctx.module_context)

@@ -258,7 +258,7 @@ def _lowered(
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         run = _run(call, function, signature_of(ctx.avals_in), gpu=gpu)
         return mesh_context.lower_off_mesh(ctx, run, operands)
-    lowering.refuse_simulation(call)
+    lowering.refuse_simulation(call.options.implementation)
     refuse_unpromised(call, "devices share the rows in groups")
     run = functools.partial(apart, call, function)
     return mlir.lower_fun(run, multiple_results=True)(ctx, *operands)

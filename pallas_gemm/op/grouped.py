@@ -119,7 +119,7 @@ def _lowered(
     """Lowers a whole product, for one device or for several that share it."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *operands, call=call, gpu=gpu)
-    lowering.refuse_simulation(call)
+    lowering.refuse_simulation(call.options.implementation)
     alone = mesh_context.why_not_partitioned(ctx.module_context)
     few_bits = _has_few_bits(call, ctx.avals_in)
     if devices is None or alone or (call.epilogue.blocks and not few_bits):

@@ -66,6 +66,9 @@ def effects(call: Call, signature: Signature) -> Any:
 
     def made() -> Callable[..., Any]:
         decision = dispatch.decide(call, signature)
+        if decision.plan is None:
+            # XLA computes what is empty.
+            return lambda *_: []
         return _telling(call, decision, _traced_once(call, decision))
 
     return effects_of(call, made, signature)
@@ -93,7 +96,7 @@ def _lowered(
     """Lowers a whole product, for one device or for several that share it."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *operands, call=call, contraction=contraction, gpu=gpu)
-    refuse_simulation(call)
+    refuse_simulation(call.options.implementation)
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
         refuse_unshared(call, ctx.module_context)
         run = functools.partial(contraction.by_xla, call)
@@ -144,9 +147,9 @@ def refuse_unshared(call: Call, module: Any) -> None:
     numerics.refuse_promised(call.options, why)
 
 
-def refuse_simulation(call: Call) -> None:
-    """Raises an error if a product of several devices is to be simulated."""
-    if call.options.implementation == "interpret":
+def refuse_simulation(implementation: str | None) -> None:
+    """Raises an error if what several devices compute is to be simulated."""
+    if implementation == "interpret":
         raise ValueError(
             "implementation='interpret' simulates the kernel of one GPU, but this program is for"
             " several devices; inside `jax.shard_map` over all axes of the mesh each has its own"

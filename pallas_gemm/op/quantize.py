@@ -10,7 +10,7 @@ It has no derivative. On a mesh, each device quantizes its part (`quantize_parti
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,11 @@ from jax.extend import core
 from jax.interpreters import mlir
 
 from pallas_gemm.call import Signature, signature_of
+from pallas_gemm.device import Device
 from pallas_gemm.kernels import quantize as blocks
 from pallas_gemm.kernels.quantize import Quantization
-from pallas_gemm.op import kept_kernels
-from pallas_gemm.op.mesh import mesh_context, quantize_partition
+from pallas_gemm.op import kept_kernels, lowering
+from pallas_gemm.op.mesh import explicit, mesh_context, quantize_partition
 from pallas_gemm.op.product import equally_varying, give_rules, lower_by
 from pallas_gemm.planning import quantize as planning
 from pallas_gemm.planning import targeting
@@ -46,13 +47,23 @@ def quantize(
     Tiles are those of groups of rows, if these are told apart.
     """
     given = equally_varying((x, *tiles))
-    return quantize_p.bind(
-        *given,
-        how=how,
-        implementation=implementation,
-        target=targeting.known_target(x),
-        devices=mesh_context.request_of(implementation, given),
-    )
+    run = _Whole(how, implementation, targeting.known_target(x))
+    shardings = quantize_partition.result_shardings(how, *given)
+    if shardings is None or shardings[0].mesh.size == 1:
+        return run(*given)
+    return explicit.computed(run, shardings, *given)
+
+
+class _Whole(NamedTuple):
+    """A function that quantizes an array, with the arguments of `quantize`."""
+
+    how: Quantization
+    implementation: str | None
+    target: Device | None
+
+    def __call__(self, *given: jax.Array) -> list[Any]:
+        devices = mesh_context.request_of(self.implementation, given)
+        return quantize_p.bind(*given, **self._asdict(), devices=devices)
 
 
 @quantize_p.def_effectful_abstract_eval
@@ -91,6 +102,7 @@ def _lowered(
     """Lowers it for one device, or for several that share the array."""
     if mesh_context.is_one_devices(ctx.module_context.axis_context):
         return _lowered_part(ctx, *given, gpu=gpu, **asked)
+    lowering.refuse_simulation(asked["implementation"])
     how, target = asked["how"], asked["target"]
     if devices is None or mesh_context.why_not_partitioned(ctx.module_context):
         run = functools.partial(blocks.by_xla, how=how)

@@ -8,7 +8,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import export
-from jax.sharding import AxisType
 
 from pallas_gemm import explain, gated_gemm, gemm, matmul, target
 from pallas_gemm.api import blocks
@@ -300,16 +299,17 @@ def test_scales_are_split_as_their_factors_are(
     assert collectives == sent
 
 
-def test_an_explicit_mesh_says_how_the_result_is_split() -> None:
-    mesh = meshes.make_mesh(AxisType.Explicit)
-    shapes = [(M, K), (K, 64), (M, 4), (4, 4)]
-    given = [f(*s) for f, s in zip((_drawn, _drawn, _scales, _scales), shapes, strict=True)]
-    specs = [("x", None), (None, "y"), ("x", None), (None, "y")]
-    with jax.set_mesh(mesh):
-        split = [meshes.place(mesh, x, *own) for x, own in zip(given, specs, strict=True)]
-        result = jax.jit(lambda a, b, r, c: gemm(a, b, row_scale=r, col_scale=c))(*split)
-    assert tuple(jax.typeof(result).sharding.spec) == ("x", "y")
-    np.testing.assert_array_equal(result, _expected(*given))
+@pytest.mark.parametrize("row", [(4, 0), (4, 1), None], ids=str)
+@pytest.mark.parametrize("col", [(0, 8), (0, 1), None], ids=str)
+@pytest.mark.parametrize("epilogue", [{}, {"epilogue": jnp.abs}], ids=["sums", "function"])
+def test_nothing_of_k_has_no_blocks(row: Any, col: Any, epilogue: Any) -> None:
+    scales = {
+        name: jnp.ones(shape)
+        for name, shape in (("row_scale", row), ("col_scale", col))
+        if shape is not None
+    }
+    found = gemm(jnp.ones((4, 0)), jnp.ones((0, 8)), **scales, **epilogue)
+    np.testing.assert_array_equal(found, np.zeros((4, 8)))
 
 
 def test_a_program_can_be_exported() -> None:

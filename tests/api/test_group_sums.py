@@ -111,6 +111,21 @@ def test_groups_are_mapped_one_after_the_other() -> None:
     np.testing.assert_array_equal(jax.vmap(sums)(a), jnp.stack([*map(sums, a)]))
 
 
+@pytest.mark.parametrize("dtype", [E4M3, jnp.bfloat16, jnp.float32], ids=str)
+@pytest.mark.parametrize("implementation", [None, "interpret"])
+def test_no_columns_are_sums_of_zeros(implementation: Any, dtype: Any) -> None:
+    a, b, sizes = jnp.zeros((M, 0), dtype), jnp.zeros((0, N), dtype), jnp.zeros(2, jnp.int32)
+    found = group_sums(a, b, sizes, implementation=implementation)
+    np.testing.assert_array_equal(found, np.zeros((2, M, N)))
+
+
+@pytest.mark.parametrize(("row", "col"), [((M, 0), (0, N)), ((M, 1), (0, 5)), ((M, 0), (1, N))])
+def test_no_columns_have_no_blocks(row: Any, col: Any) -> None:
+    scales = {"row_scale": _scales(row), "col_scale": _scales(col)}
+    found = group_sums(jnp.zeros((M, 0)), jnp.zeros((0, N)), jnp.zeros(2, jnp.int32), **scales)
+    np.testing.assert_array_equal(found, np.zeros((2, M, N)))
+
+
 BAD: dict[str, tuple[Any, type[Exception], str]] = {
     "rank": (lambda a, b: group_sums(a[0], b, SIZES), TypeError, r"a must be a matrix, got .*256"),
     "k": (

@@ -100,3 +100,17 @@ def test_what_has_no_meaning_is_refused() -> None:
     layer = linen.Fp8Experts(**options, precision="highest")
     with pytest.raises(ValueError, match="precision has no meaning for products of 8 bits"):
         jax.eval_shape(layer.init, KEY, jnp.ones((4, 8)))
+
+
+@pytest.mark.parametrize("library", ["linen", "nnx"])
+def test_experts_may_have_nothing_hidden(library: str) -> None:
+    sizes: dict[str, Any] = {"num_experts": 4, "hidden_features": 0}
+    x = layers.normal(8, 128)
+    if library == "nnx":
+        apply: Any = nnx.Fp8Experts(128, **sizes, rngs=stock_nnx.Rngs(0))
+    else:
+        layer = linen.Fp8Experts(**sizes)
+        apply = layer.bind(layer.init(KEY, x))
+    result, pull = jax.vjp(apply, x)
+    for found in (result, *pull(result + 1)):
+        np.testing.assert_array_equal(found, np.zeros((8, 128)))

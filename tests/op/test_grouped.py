@@ -164,6 +164,23 @@ def test_a_batch_of_groups_may_be_a_symbol() -> None:
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("scales", [(2, 8), (2, 4, 8)], ids=["columns", "blocks"])
+def test_columns_of_few_bits_may_be_a_symbol(scales: tuple[int, ...]) -> None:
+    (n,) = jax.export.symbolic_shape("n")
+    rng = np.random.default_rng(0)
+    given = [jnp.asarray(rng.integers(-4, 5, own), jnp.bfloat16) for own in ((8, 64), scales)]
+    b = jnp.asarray(rng.integers(-4, 5, (2, 64, 8)), jnp.int4)
+
+    @jax.jit
+    def run(a: jax.Array, b: jax.Array, scale: jax.Array) -> jax.Array:
+        return grouped_gemm(a, b, jnp.array([3, 5]), col_scale=scale)
+
+    a, scale = given
+    symbols = [jax.ShapeDtypeStruct((*x.shape[:-1], n), x.dtype) for x in (b, scale)]
+    exported = jax.export.export(run, platforms=["cpu", "cuda"])(a, *symbols)
+    np.testing.assert_array_equal(exported.call(a, b, scale), run(a, b, scale))
+
+
 def test_a_batch_of_no_groups_is_zeros() -> None:
     given = jnp.ones((2, 5, 7)), jnp.ones((2, 0, 7, 4)), jnp.zeros((2, 0), jnp.int32)
     np.testing.assert_array_equal(jax.vmap(ragged_dot)(*given), jnp.zeros((2, 5, 4)))

@@ -19,9 +19,9 @@ from jax.interpreters import ad, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.call import OF_RESULT, Call, Operands
-from pallas_gemm.op import autodiff, function_of_sums, fused, linear
+from pallas_gemm.op import autodiff, function_of_sums, fused, in_blocks, linear
 from pallas_gemm.op.contraction import Contraction
-from pallas_gemm.op.product import give_rules, product
+from pallas_gemm.op.product import equally_varying, give_rules
 from pallas_gemm.planning import numerics
 
 explicit_p = core.Primitive("pallas_gemm_explicit")
@@ -38,11 +38,19 @@ def explicit_product(
     return computed(_Product(call, contraction), [sharding], *operands)[0]
 
 
+def by_xla(
+    call: Call, contraction: Contraction, sharding: NamedSharding, *operands: jax.Array
+) -> jax.Array:
+    """Computes the same by XLA."""
+    return computed(_ByXla(call, contraction), [sharding], *operands)[0]
+
+
 def computed(f: Function, shardings: Sequence[Any], *operands: jax.Array) -> list[jax.Array]:
     """Computes a function as on an automatic mesh; its results are split as told."""
-    avals = tuple(map(jax.typeof, operands))
+    given = equally_varying(operands)
+    avals = tuple(map(jax.typeof, given))
     jaxpr = _traced(f, tuple(shardings), avals, jax.sharding.get_abstract_mesh())
-    return explicit_p.bind(*operands, f=f, jaxpr=jaxpr)
+    return explicit_p.bind(*given, f=f, jaxpr=jaxpr)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -50,7 +58,8 @@ def _traced(
     f: Function, shardings: tuple[NamedSharding, ...], avals: tuple[Any, ...], context: Any
 ) -> core.ClosedJaxpr:
     del context  # What is traced depends on it.
-    run = jax.sharding.auto_axes(lambda *x: tuple(f(*x)), out_sharding=shardings)
+    axes = shardings[0].mesh.explicit_axes
+    run = jax.sharding.auto_axes(lambda *x: tuple(f(*x)), axes=axes, out_sharding=shardings)
     return jax.make_jaxpr(run)(*avals)
 
 
@@ -62,7 +71,18 @@ class _Product:
     contraction: Contraction
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        return [product(self.call, self.contraction, *operands)]
+        return [in_blocks.multiplied(self.call, self.contraction, *operands)]
+
+
+@dataclasses.dataclass(frozen=True)
+class _ByXla:
+    """A product that XLA computes, as a function of its operands."""
+
+    call: Call
+    contraction: Contraction
+
+    def __call__(self, *operands: jax.Array) -> list[jax.Array]:
+        return [in_blocks.by_xla(self.call, self.contraction, *operands)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,7 +95,9 @@ class _Fused:
     sums: NamedSharding
 
     def __call__(self, *operands: jax.Array) -> list[jax.Array]:
-        return fused.fused(self.call, self.contraction, self.function, *operands)
+        factors, given = fused.factors_of(self.call, operands)
+        dims, own = in_blocks.ready(self.call, self.contraction, factors)
+        return fused.fused(self.call, dims, self.function, *own, *given)
 
     def apart(self, *operands: jax.Array) -> list[jax.Array]:
         """Computes the product, then the function by XLA."""
@@ -91,8 +113,8 @@ def explicit_fused(
     call: Call,
     contraction: Contraction,
     function: function_of_sums.Function,
+    sums: NamedSharding,
     *operands: jax.Array,
-    spec: Any = None,
 ) -> list[jax.Array]:
     """Computes a function of a product of operands on an explicit mesh.
 
@@ -100,14 +122,10 @@ def explicit_fused(
         call: The product.
         contraction: Its dimensions.
         function: The function.
+        sums: How the product is to be split.
         *operands: The operands of the product, then of the function.
-        spec: How the product is to be split, where its factors do not say.
     """
-    factors, _ = fused.factors_of(call, operands)
-    plain, dims, own = fused.each_sum(call, contraction, factors, call.out_dtype)[0]
-    by_xla = functools.partial(dims.by_xla, plain, spec=spec)
-    sums: Any = jax.make_jaxpr(by_xla)(*own.present()).out_avals[0]
-    whole = _Fused(call, contraction, function, sums.sharding)
+    whole = _Fused(call, contraction, function, sums)
     results: Any = jax.make_jaxpr(whole.apart)(*operands).out_avals
     return computed(whole, [x.sharding for x in results], *operands)
 
@@ -172,7 +190,11 @@ class _Transposed:
         def of_missing(*missing: jax.Array) -> list[jax.Array]:
             return list(self.of(*_filled(self.missing, missing, others)))
 
-        shapes = [jax.ShapeDtypeStruct(*kind) for kind in self.kinds]
+        # In a `shard_map` along other axes, what it is linear in varies as the results do.
+        like = jax.typeof(cotangents[0])
+        how = {"sharding": NamedSharding(like.sharding.mesh, PartitionSpec())}
+        how["manual_axis_type"] = like.manual_axis_type
+        shapes = [jax.ShapeDtypeStruct(*kind, **how) for kind in self.kinds]
         return jax.linear_transpose(of_missing, *shapes)(list(cotangents))
 
 

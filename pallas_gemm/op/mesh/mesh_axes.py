@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import OF_RESULT, Call, Signature
 from pallas_gemm.op.contraction import Contraction
@@ -53,7 +53,7 @@ def sums_dtype(call: Call, signature: Signature) -> np.dtype:
     return travelling_dtype(wide, result, call.options.reduced)
 
 
-def dividing(mesh: Mesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes:
+def dividing(mesh: Mesh | AbstractMesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes:
     """Returns those of some axes that split a dimension into parts of one size.
 
     Args:
@@ -68,6 +68,12 @@ def dividing(mesh: Mesh, axes: Iterable[str], size: int, parts: int = 1) -> Axes
             parts *= mesh.shape[axis]
             found += (axis,)
     return found
+
+
+def axes_of(sharding: NamedSharding) -> Placement:
+    """Reads from the type of an array which axes of an explicit mesh split each dimension."""
+    said = sharding.spec.partitions
+    return tuple((own,) if isinstance(own, str) else tuple(own or ()) for own in said)
 
 
 @dataclasses.dataclass(frozen=True)

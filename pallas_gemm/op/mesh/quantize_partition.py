@@ -14,7 +14,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_gemm.call import signature_of
 from pallas_gemm.kernels.quantize import ACROSS, ALONG, Quantization
-from pallas_gemm.op.mesh import mesh_axes
+from pallas_gemm.op.mesh import mesh_axes, typed
 from pallas_gemm.op.mesh.parts import handed_out, named
 from pallas_gemm.op.mesh.resharding import Axes
 
@@ -43,6 +43,35 @@ def shared(
         return list(run(x, *tiles))
 
 
+def result_shardings(how: Quantization, x: Any, *tiles: Any) -> list[NamedSharding] | None:
+    """Returns how values and scales of each way are split, as types of an explicit mesh say.
+
+    Values are split as the array is, and scales as far as devices have whole blocks.
+
+    Args:
+        how: How it is quantized.
+        x: The array.
+        *tiles: Its tiles, where groups of rows are told apart.
+
+    Returns:
+        The shardings; None where the type of the array says nothing of a mesh.
+    """
+    if (sharding := typed.sharding_of(x)) is None:
+        return None
+    mesh = sharding.mesh
+    *lead, rows, cols = mesh_axes.axes_of(sharding)
+    found = []
+    for way in how.ways:
+        across = way.axis == ACROSS
+        # Along columns, groups that are told apart have other rows.
+        own = () if tiles and across else rows
+        whole = zip((own, cols), x.shape[-2:], way.lying, strict=True)
+        of_scale = [mesh_axes.dividing(mesh, *each) for each in whole]
+        for last in ((cols, own) if across else (own, cols), of_scale):
+            found.append(NamedSharding(mesh, PartitionSpec(*lead, *last)))
+    return found
+
+
 class _Dimension(NamedTuple):
     """The names that XLA's rule has for rows or columns of an array.
 
@@ -60,17 +89,16 @@ class _Dimension(NamedTuple):
 def _dimension(name: str, size: int, lengths: tuple[int, ...]) -> _Dimension:
     """Names a dimension that has blocks of a length for each way: the blocks are a part of it.
 
-    XLA then knows how scales are split. Where the last block is shorter, they are on their own.
+    XLA then knows how scales are split. Where the last block is shorter, or is all, they are on
+    their own.
     """
     longest = max(lengths)
     whole, sizes = name, {}
-    if longest > 1 and size % longest == 0:
+    if size > longest > 1 and size % longest == 0:
         whole = f"({name}0 {name}1)"
         # That of the blocks is a dimension of scales, whose size is known.
         sizes = {f"{name}1": longest}
-    names = {1: whole, longest: f"{name}0" if sizes else whole}
-    if size % longest:
-        names.pop(longest)
+    names = {1: whole} | ({longest: f"{name}0"} if sizes else {})
     of_scales = tuple(names.get(x, f"{name}{2 + i}") for i, x in enumerate(lengths))
     return _Dimension(whole, of_scales, sizes)
 

@@ -101,7 +101,9 @@ def without_blocks[C: Call](call: C, given: Operands) -> tuple[C, Operands]:
         if call.transpose_a if name == "row_blocks" else call.transpose_b:
             value = jnp.swapaxes(value, -1, -2)
         for axis in (-2, -1):
-            value = jnp.repeat(value, x.shape[axis] // max(1, value.shape[axis]), axis)
+            # Sizes that are symbols may be equal, and are compared to nothing else.
+            if (size := x.shape[axis]) != value.shape[axis]:
+                value = jnp.repeat(value, size // max(1, value.shape[axis]), axis)
         return lax.expand_dims(value, range(x.ndim - value.ndim)).astype(x.dtype)
 
     return scaled_factors(call, given, spread)

@@ -42,6 +42,8 @@ def parts(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
         (("y", None), {"axis": "both"}, (128, 512)),
         ((None, ("x", "y")), {"axis": -2}, (512, 64)),
         (("x", "y"), {"axis": "both", "block": (128, 128)}, (256, 128)),
+        # One block is all of a dimension.
+        ((None, "y"), {"axis": "both", "block": (1, 512)}, (512, 512)),
         # A device would have half a block.
         ((("x", "y"), None), {"axis": -2}, (128, 512)),
         ((None, ("x", "y")), {"axis": -1}, (512, 128)),
@@ -63,16 +65,20 @@ def test_each_device_quantizes_whole_blocks(
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_each_device_has_all_rows_of_groups_that_are_told_apart(
-    mesh: Mesh, parts: list[Any]
+    kind: AxisType, parts: list[Any]
 ) -> None:
     x, sizes = normal(512, 512, dtype=jnp.bfloat16), jnp.array([100, 300])
     f = functools.partial(quantize, axis="both", block=((1, 128), (128, 128)))
     expected = jax.tree.leaves(f(x, group_sizes=sizes))
-    placed = meshes.place(mesh, x, "x", "y")
+    placed = meshes.place(meshes.make_mesh(kind), x, "x", "y")
     parts.clear()
     found = jax.jit(lambda x: f(x, group_sizes=sizes))(placed)
     assert set(parts) == {(512, 128)}
+    if kind == AxisType.Explicit:
+        specs = [tuple(jax.typeof(own).sharding.spec) for own in jax.tree.leaves(found)]
+        assert specs == [("x", "y"), ("x", "y"), ("y", None), (None, "y")]
     for one, other in zip(jax.tree.leaves(found), expected, strict=True):
         np.testing.assert_array_equal(np.asarray(one), np.asarray(other))
 
@@ -117,6 +123,33 @@ def test_types_of_an_explicit_mesh_say_how_results_are_split() -> None:
     alone = jax.ShapeDtypeStruct((256, 512), jnp.bfloat16)
     for own in jax.tree.leaves(jax.eval_shape(functools.partial(quantize, axis="both"), alone)):
         assert own.sharding is None or own.sharding.mesh.empty
+
+
+@pytest.mark.parametrize(
+    ("spec", "scales"),
+    [
+        ((("x", "y"), None), [(("x", "y"), None), ("x", None)]),
+        (("y", "x"), [("y", "x"), ("y", "x")]),
+        ((None, ("y", "x")), [(None, "y"), (None, ("y", "x"))]),
+    ],
+)
+def test_scales_are_split_as_far_as_devices_have_whole_blocks(spec: Any, scales: Any) -> None:
+    explicit = meshes.make_mesh(AxisType.Explicit)
+    x = normal(512, 512, dtype=jnp.bfloat16)
+    both = jax.jit(functools.partial(quantize, axis="both"))
+    found = both(meshes.place(explicit, x, *spec))
+    for own, split, expected, whole in zip(found, (spec, spec[::-1]), both(x), scales, strict=True):
+        assert jax.typeof(own.values).sharding.spec == PartitionSpec(*split)
+        assert jax.typeof(own.scale).sharding.spec == PartitionSpec(*whole)
+        for one, other in zip(own, expected, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_what_several_devices_quantize_is_not_simulated(kind: AxisType) -> None:
+    x = meshes.place(meshes.make_mesh(kind), normal(512, 512, dtype=jnp.bfloat16), "x", None)
+    with pytest.raises(ValueError, match="simulates the kernel of one GPU"):
+        jax.jit(functools.partial(quantize, implementation="interpret"))(x)
 
 
 def test_a_device_quantizes_alone_inside_shard_map(mesh: Mesh, parts: list[Any]) -> None:
