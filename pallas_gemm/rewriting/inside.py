@@ -27,6 +27,8 @@ POSITIONS = "iota"
 """The operation that makes an array of positions: a kernel needs to read none."""
 PLACES = frozenset(("argmax", "argmin"))
 """Reductions to a place. The smallest value is the largest one with the other sign."""
+SUMS = frozenset(("add", "add_any"))
+"""Operations by which the blocks of a model add to what those before them have added up."""
 EQUAL = frozenset(("eq", "ne"))
 """Operations that ask for all bits of a value."""
 ORDER = frozenset(("ge", "gt", "le", "lt"))
@@ -57,7 +59,7 @@ class Operands:
 
     def _found(self, x: Any) -> tuple[frozenset[Any], frozenset[int]]:
         maker = self._level.maker(x)
-        if self._is_read(x, maker):
+        if self._is_read(x, maker) or self._is_surely_much(x, maker):
             return frozenset((x,)), frozenset()
         self._equations[id(maker)] = maker
         each = list(map(self.of, variables(maker)))
@@ -76,9 +78,29 @@ class Operands:
             # A kernel reads a bias in float32, too, where the program rounds it first.
             is_of_one = len(leaves) == 1 and len(_real(x.aval.shape)) == 1
             return not is_of_one and bytes_of(x) <= sum(map(bytes_of, leaves))
-        most = 1 if self._is_read_later(x) else AGAIN
         made = sum(bytes_of(own) for own in leaves if self.is_made(own))
-        return sum(map(self.is_full, leaves)) > most or made > bytes_of(x)
+        return sum(map(self.is_full, leaves)) > self._most(x) or made > bytes_of(x)
+
+    def _most(self, x: Any) -> int:
+        """Returns how many whole arrays may be read to compute a whole value again."""
+        return 1 if self._is_read_later(x) else AGAIN
+
+    def _is_surely_much(self, x: Any, maker: Any) -> bool:
+        """Whether a sum is better read, as far as its summands and their operands say.
+
+        To go back through all blocks of a model, for each of its products, takes long.
+        """
+        if maker.primitive.name not in SUMS or not self.is_full(x):
+            return False
+        full = set(filter(self.is_full, variables(maker)))
+        read = {y for y in full if self._is_read(y, self._level.maker(y))}
+        further = (z for y in full - read for z in variables(self._level.maker(y)))
+        # Another one at least: what is added up itself, or this operand of it.
+        more = any(
+            z not in read and self.is_full(z) and self._is_read(z, self._level.maker(z))
+            for z in further
+        )
+        return len(read) + more > self._most(x)
 
     def _is_read(self, x: Any, maker: Any) -> bool:
         if maker is None or len(self._equations) > LARGEST or self._level.is_stored(x):
