@@ -65,6 +65,21 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def number(name: str, value: Any) -> float:
+    """Returns an argument that is a real number.
+
+    Raises:
+        TypeError: It is none that is known while tracing.
+        ValueError: It is too large.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r:.80}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
+
+
 def axis_size(axis_name: Any, *, several: bool = False) -> int:
     """Returns how many devices there are along an axis of a mesh.
 

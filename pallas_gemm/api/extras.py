@@ -258,11 +258,8 @@ def letters(extras: Operands, out: str, result: Result) -> dict[str, str]:
 
 def _number(name: str, value: Any, result: Result) -> Any:
     """Returns alpha or beta: a float, or an array of what only the running program knows."""
-    if isinstance(value, numbers.Real | np.number) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return arguments.number(name, value)
     if isinstance(value, bool | np.bool_) or not hasattr(value, "dtype"):
         raise TypeError(
             f"{name} must be a number, or a floating-point array of no dimension, got"

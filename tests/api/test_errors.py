@@ -167,6 +167,12 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ),
     ("a large alpha", lambda: gemm(A, B, alpha=10**400), ValueError, "alpha must fit into a float"),
     (
+        "a complex alpha of NumPy",
+        lambda: gemm(A, B, alpha=np.complex64(2 + 1j)),
+        TypeError,
+        "alpha must be of a floating-point type, such as float32, got dtype complex64",
+    ),
+    (
         "a complex bias",
         lambda: gemm(A, B, bias=jnp.ones(8, jnp.complex64)),
         TypeError,
