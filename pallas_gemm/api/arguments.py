@@ -13,6 +13,7 @@ import numpy as np
 
 from pallas_gemm.call import Numerics, Options, Order
 from pallas_gemm.config import GemmConfig, checked_order
+from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.op.contraction import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, element_type
@@ -200,6 +201,7 @@ def result_type(
     preferred_element_type: Any = None,
     product: Callable[..., jax.Array] = jnp.matmul,
     precision: Any = None,
+    names: tuple[str, str] = ("a", "b"),
 ) -> jax.ShapeDtypeStruct:
     """Returns the type that the result has, and whether it is weak, as JAX's own product says.
 
@@ -210,6 +212,7 @@ def result_type(
         product: The function whose rules count: `jnp.matmul` promotes the operands, `lax.dot` takes
             the larger.
         precision: As for `product`; some values allow types that are narrower than the operands'.
+        names: The caller's names for both operands.
 
     Raises:
         TypeError: `preferred_element_type` is no type of numbers, or not one for these operands.
@@ -220,7 +223,16 @@ def result_type(
         wanted = number_type("preferred_element_type", preferred_element_type)
     operands = tuple((np.dtype(x.dtype), bool(getattr(x, "weak_type", False))) for x in (a, b))
     settings = (jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
-    return _result_type(product, *operands, wanted, precision, settings)
+    try:
+        return _result_type(product, *operands, wanted, precision, settings)
+    except ValueError as error:
+        # JAX's own, which names no argument.
+        error.args = (
+            f"{names[0]} and {names[1]} must have types that JAX promotes to one, got {a.dtype} and"
+            f" {b.dtype}: cast one of them, or scale {names[1]} if it is one of"
+            f" {', '.join(sorted(map(str, BITS)))}; JAX says: {error}",
+        )
+        raise
 
 
 @functools.lru_cache(maxsize=4096)

@@ -189,7 +189,8 @@ def _request(
     # Scaled weights of few bits have no say in it.
     narrow = has_scaled_weights(epilogue, operands.a, operands.b)
     right = operands.a if narrow else operands.b
-    dtype = arguments.result_type(operands.a, right, wanted, rules, resolved).dtype
+    names = ("a", "b" if operands.up is None else "w_gate")
+    dtype = arguments.result_type(operands.a, right, wanted, rules, resolved, names).dtype
     arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
     options = dataclasses.replace(
         numerics.stated(options),

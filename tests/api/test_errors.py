@@ -330,6 +330,19 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "implementation='interpret' cannot .* no kernel takes operands of complex64",
     ),
     (
+        "weights that JAX promotes to nothing",
+        lambda: gemm(A, B.astype(jnp.int2), col_scale=jnp.ones(8)),
+        ValueError,
+        "^a and b must have types that JAX promotes to one, got float32 and int2: cast one of them,"
+        " or scale b if it is one of float4_e2m1fn, .*, int4, .*; JAX says: Input dtypes",
+    ),
+    (
+        "the name of such a gate",
+        lambda: gated_gemm(A, B.astype(jnp.int4), B.astype(jnp.int4)),
+        ValueError,
+        "^a and w_gate must have .* or scale w_gate if",
+    ),
+    (
         "weights of 8 bits alone",
         lambda: _mixed(jnp.int8),
         ValueError,

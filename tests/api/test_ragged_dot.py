@@ -73,6 +73,18 @@ def test_errors_say_what_would_be_legal(operands, error, words):
         pallas_gemm.ragged_dot(*operands)
 
 
+def test_a_symbolic_number_of_groups_is_refused():
+    struct, groups = jax.ShapeDtypeStruct, jax.export.symbolic_shape("groups")
+    operands = LHS, struct((*groups, 8, 4), LHS.dtype), struct(groups, SIZES.dtype)
+    for f, given in (
+        (pallas_gemm.grouped_gemm, operands),
+        (pallas_gemm.group_sums, (LHS.T, LHS, operands[2])),
+    ):
+        words = r"^group_sizes must have a known number of groups, got shape \[groups\]"
+        with pytest.raises(TypeError, match=words):
+            jax.export.export(jax.jit(f))(*given)
+
+
 @pytest.mark.parametrize("make", [np.array, jnp.array])
 @pytest.mark.parametrize(
     ("values", "words"),
