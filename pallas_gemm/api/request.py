@@ -123,7 +123,8 @@ def of_gemm(
     activation = activations.resolve(epilogue.activation)
     k = a.shape[-2 if transpose_a and a.ndim > 1 else -1]
     factors = shape.factors(a, b, k, right)
-    epilogue, given = extras.checked(operands, epilogue, shape, factors)
+    names = extras.OF_ONE if operands.up is None else extras.OF_GATE
+    epilogue, given = extras.checked(operands, epilogue, shape, factors, names)
     epilogue = dataclasses.replace(epilogue, activation=activation)
     dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
     dims = dims.with_letters(**extras.letters(given, dims.out, shape))

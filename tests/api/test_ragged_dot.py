@@ -15,6 +15,7 @@ from pallas_gemm.api.groups import grouped
 from pallas_gemm.planning.by_xla import xla_groups
 
 OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+FEW = jnp.ones((2, 8, 4), jnp.int8)
 LHS, RHS, SIZES = jnp.ones((6, 8)), jnp.ones((2, 8, 4)), jnp.array([2, 3])
 
 
@@ -43,6 +44,28 @@ def test_the_arguments_are_those_of_jax(name):
             r"row_scale must be \[m / r, k / g\].* got \[2, 6\]",
         ),
         ({"alpha": jnp.ones(3)}, ValueError, r"alpha must be a number or .* \[2\], .* got \[3\]"),
+        ({"up": RHS, "bias": jnp.ones(3)}, ValueError, r"^bias must have .* got \[3\]"),
+        (
+            {"up": RHS, "col_scale": jnp.ones((2, 2, 4))},
+            ValueError,
+            r"^col_scale must be \[k / g, n / c\]",
+        ),
+        (
+            {"up": RHS, "up_scale": jnp.ones((2, 2, 4))},
+            ValueError,
+            "^up_scale must be .* columns of up and k=8",
+        ),
+        (
+            {
+                "up": FEW,
+                "b": FEW,
+                "col_zero": 1.0,
+                "col_scale": jnp.ones(4),
+                "up_scale": jnp.ones(4),
+            },
+            ValueError,
+            "^col_zero must have the shape of col_scale",
+        ),
         ({"activation": "relux"}, ValueError, "did you mean 'relu'"),
         (
             {"transpose_b": True},
@@ -53,7 +76,7 @@ def test_the_arguments_are_those_of_jax(name):
 )
 def test_what_no_epilogue_of_groups_takes_is_refused(extras, error, words):
     with pytest.raises(error, match=words):
-        pallas_gemm.grouped_gemm(LHS, RHS, SIZES, **extras)
+        pallas_gemm.grouped_gemm(**{"a": LHS, "b": RHS, "group_sizes": SIZES} | extras)
 
 
 @pytest.mark.parametrize(

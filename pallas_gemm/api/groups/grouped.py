@@ -244,7 +244,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     up = None if given.up is None else groups.up(given.up, b)
     options = planned.stated(arguments.options(implementation, config, schedule, numerics))
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
-    factors = matrices.factors(a, b, a.shape[1], "b")
+    factors = matrices.factors(a, b, a.shape[1], "b", "up")
     of_rows = factors.pop("row_scale")
     formula, taken = extras.checked(
         given._replace(a=a, b=b, up=up),
