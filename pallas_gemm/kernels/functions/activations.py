@@ -100,6 +100,17 @@ def kernel_refusal(activation: Activation | None) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
+def as_derived(activation: Activation) -> Activation:
+    """Returns an activation where it is derived: a `jax.custom_vjp` in it runs its forward rule.
+
+    JAX derives that rule for a second derivative, and not the user's gradient.
+    """
+    if "custom_vjp_call" not in _primitives(activation):
+        return activation
+    return functools.wraps(activation)(lambda x: jax.vjp(activation, x)[0])
+
+
+@functools.lru_cache(maxsize=256)
 def _primitives(activation: Activation) -> frozenset[str]:
     """Returns the names of all primitives of an activation, having checked what it is."""
     try:
