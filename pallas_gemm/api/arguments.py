@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.call import Numerics, Options, Order
 from pallas_gemm.config import GemmConfig, checked_order
@@ -33,12 +34,13 @@ def array(name: str, x: Any) -> Any:
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {x!r:.80}")
     try:
         x = jnp.asarray(x)
-    except TypeError:
-        if not isinstance(x, np.ndarray):
+    except (TypeError, OverflowError):
+        if not isinstance(x, np.ndarray | numbers.Number):
             raise
-        # NumPy has types and orders of bytes that JAX has not.
+        # NumPy has types and orders of bytes that JAX has not, and Python larger numbers.
+        got = f"dtype {x.dtype}" if isinstance(x, np.ndarray) else f"{x!r:.80}"
         raise TypeError(
-            f"{name} must be an array of numbers of a type that JAX has, got dtype {x.dtype}"
+            f"{name} must be an array of numbers of a type that JAX has, got {got}"
         ) from None
     if not _has_values(x.dtype):
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
@@ -64,6 +66,19 @@ def flag(name: str, value: Any) -> bool:
     if not isinstance(value, bool | np.bool_):
         raise TypeError(f"{name} must be True or False, got {type(value).__name__}: {value!r:.80}")
     return bool(value)
+
+
+def sharding(value: Any) -> Any:
+    """Returns a sharding that is asked for, or None.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(value, NamedSharding | PartitionSpec | None):
+        raise TypeError(
+            f"out_sharding must be a NamedSharding or a PartitionSpec, got {value!r:.80}"
+        )
+    return value
 
 
 def number(name: str, value: Any) -> float:
@@ -93,7 +108,7 @@ def axis_size(axis_name: Any, *, several: bool = False) -> int:
     """
     if several or isinstance(axis_name, str):
         # JAX says that a name is unbound, and takes a number for an axis of an array.
-        with contextlib.suppress(NameError, KeyError, ValueError):
+        with contextlib.suppress(NameError, KeyError, ValueError, TypeError):
             return jax.lax.axis_size(axis_name)
     legal = "one axis or a tuple of axes" if several else "one axis"
     raise ValueError(
@@ -255,10 +270,11 @@ def number_type(name: str, value: Any) -> np.dtype:
     Raises:
         TypeError: It names none.
     """
-    try:
-        wanted = jax.dtypes.canonicalize_dtype(element_type(value))
-    except TypeError:
-        wanted = None
+    wanted = None
+    # JAX takes a number for a type where it has seen an equal one.
+    if not isinstance(value, numbers.Number):
+        with contextlib.suppress(TypeError):
+            wanted = jax.dtypes.canonicalize_dtype(element_type(value))
     if wanted is None or not _has_values(wanted):
         raise TypeError(f"{name}={value!r} is no type of numbers, such as jnp.float32")
     return np.dtype(wanted)
@@ -366,14 +382,13 @@ def options(implementation: Any, config: Any, schedule: Any, numerics: Any = Non
             "numerics must be what pallas_gemm.numerics makes, such as"
             f" numerics(invariant='rows'), got {numerics!r:.80}"
         )
-    if implementation == "xla" and (config, schedule) != (None, None):
+    named = _implementation(implementation)
+    if named == "xla" and not (config is schedule is None):
         raise ValueError(
             "config and schedule have no meaning for implementation='xla', got"
             f" config={config!r}, schedule={schedule!r}"
         )
-    return Options(
-        _implementation(implementation), _config(config), _schedule(schedule), numerics=numerics
-    )
+    return Options(named, _config(config), _schedule(schedule), numerics=numerics)
 
 
 def _implementation(value: Any) -> str | None:

@@ -184,6 +184,7 @@ def _request(
     precision: Any = None,
     out_sharding: Any = None,
 ) -> Request:
+    out_sharding = arguments.sharding(out_sharding)
     resolved = precisions.resolve(precision)
     rules = dot if multiply.func is _dot_general else matmul
     wanted = element_type(preferred_element_type)

@@ -1,5 +1,6 @@
 """Bad input: an error before anything is traced, that names the argument, its value and the way."""
 
+import fractions
 import pathlib
 import re
 import warnings
@@ -58,6 +59,40 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no array", lambda: gemm([[1.0]], B), TypeError, "a must be an array, got list"),
     ("none", lambda: gemm(A, None), TypeError, "b must be an array, got NoneType"),
     ("keys", lambda: gemm(jax.random.key(0), B), TypeError, "a must be .* numbers, got dtype key"),
+    (
+        "a number beyond int32",
+        lambda: gemm(A, B, bias=2**40),
+        TypeError,
+        "bias must be an array of numbers of a type that JAX has, got 1099511627776",
+    ),
+    (
+        "a fraction",
+        lambda: gemm(A, B, residual=fractions.Fraction(1, 2)),
+        TypeError,
+        r"residual must be an array of numbers .* got Fraction\(1, 2\)",
+    ),
+    (
+        "a list as a sharding",
+        lambda: gemm(A, B, out_sharding=["x", None]),
+        TypeError,
+        r"out_sharding must be a NamedSharding or a PartitionSpec, got \['x', None\]",
+    ),
+    (
+        "a type that is a number",
+        # JAX has seen an equal one that is of a type.
+        lambda: gemm(
+            *(A, B),
+            preferred_element_type=jax.dtypes.canonicalize_dtype(np.float32(1)) and True,
+        ),
+        TypeError,
+        "preferred_element_type=True is no type of numbers",
+    ),
+    (
+        "an array as an implementation",
+        lambda: gemm(A, B, implementation=np.ones(2)),
+        ValueError,
+        "implementation=array.* is unknown",
+    ),
     ("a Python number", lambda: gemm(2.0, B), ValueError, "a must have at least one dim"),
     ("a scalar", lambda: gemm(jnp.float32(1), B), ValueError, "a must have at least one dim"),
     (
@@ -145,6 +180,12 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         lambda: gemm(A, B, activation=lambda x: x.astype(jnp.bfloat16)),
         TypeError,
         r"turns float32\[2, 3\] into bfloat16\[2,3\]",
+    ),
+    (
+        "activation of a tuple",
+        lambda: gemm(A, B, activation=lambda x: (x,)),
+        TypeError,
+        r"turns float32\[2, 3\] into a tuple of float32\[2,3\]",
     ),
     (
         "activation of two arguments",

@@ -433,6 +433,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         ValueError,
         "axis_name=1 must name one axis or a tuple of axes",
     ),
+    "a list as an axis": (
+        lambda: linear_log_probs(H, W, LABELS, axis_name=[["model"]]),
+        ValueError,
+        r"axis_name=\[\['model'\]\] must name one axis or a tuple of axes",
+    ),
     "weights of examples": (
         lambda: softmax_cross_entropy_with_integer_labels(H, W, LABELS, where=H[:, 0]),
         TypeError,

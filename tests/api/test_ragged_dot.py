@@ -89,11 +89,21 @@ def test_what_no_epilogue_of_groups_takes_is_refused(extras, error, words):
         ((LHS, RHS, SIZES[None]), TypeError, r"must be \[groups\], got shape \[1, 2\]"),
         ((LHS, RHS, LHS[0, :2]), TypeError, "group_sizes must be integers, got float32"),
         ((LHS, "b", SIZES), TypeError, "rhs must be"),
+        ((2**40, RHS, SIZES), TypeError, r"lhs must be \[m, k\], got shape \[\]; JAX says: Py"),
     ],
 )
 def test_errors_say_what_would_be_legal(operands, error, words):
     with pytest.raises(error, match=words):
         pallas_gemm.ragged_dot(*operands)
+
+
+def test_a_type_of_64_bits_is_that_of_32_unless_they_are_enabled():
+    # JAX's own function makes a program of two types of it.
+    given = LHS.astype(int), RHS.astype(int), SIZES
+    found = pallas_gemm.ragged_dot(*given, preferred_element_type=np.int64)
+    np.testing.assert_array_equal(found, lax.ragged_dot(*given))
+    with pytest.raises(TypeError, match=r"out_sharding must be .* got \['x'\]"):
+        pallas_gemm.ragged_dot(LHS, RHS, SIZES, out_sharding=["x"])
 
 
 def test_a_symbolic_number_of_groups_is_refused():
