@@ -159,6 +159,11 @@ def test_a_missing_compiler_is_told_before_anything_is_planned(
         precompile([], "h200")
 
 
+def test_a_bias_is_there_or_not() -> None:
+    with pytest.raises(TypeError, match=r"bias must be True or False, got .*\[1\., 1\."):
+        precompile([(64, 64, 64)], "h200", bias=jnp.ones(64))  # type: ignore[arg-type]
+
+
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="'swizzle'"):
         precompile([(64, 64, 64)], "h200", swizzle=8)
