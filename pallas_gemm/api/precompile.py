@@ -141,8 +141,11 @@ def precompile(
     check_target(target)
     if not isinstance(shapes, Iterable):
         raise ValueError(f"shapes must be a list of shapes, got {shapes!r}: [(m, n, k)] is one")
-    flags = {"bias": bias, "residual": residual, "gated": gated}
-    extras = Epilogue(**{name: arguments.flag(name, value) for name, value in flags.items()})
+    extras = Epilogue(
+        bias=arguments.flag("bias", bias),
+        residual=arguments.flag("residual", residual),
+        gated=arguments.flag("gated", gated),
+    )
     products = [_product(i, shape, dtype, extras, options) for i, shape in enumerate(shapes)]
     distinct = list(dict.fromkeys(products))
     with planning_for(target):
