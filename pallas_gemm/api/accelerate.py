@@ -68,7 +68,7 @@ def accelerate[**P, R](
         The function.
 
     Raises:
-        TypeError: `f` is no function, or `only` no name.
+        TypeError: `f` is no function, `only` no name, or `report` neither.
         ValueError: `numerics` is neither.
     """
     if not callable(f):
@@ -76,8 +76,11 @@ def accelerate[**P, R](
     if numerics not in (None, "exact"):
         raise ValueError(f"numerics must be None or 'exact', got {numerics!r}")
     names = (only,) if isinstance(only, str) else only
-    if names is not None and not all(isinstance(name, str) for name in names):
+    is_several = isinstance(names, list | tuple) and all(isinstance(own, str) for own in names)
+    if names is not None and not is_several:
         raise TypeError(f"only must be a name of a line or several, such as 'model.py', got {only}")
+    if not (isinstance(report, bool | None) or callable(report)):
+        raise TypeError(f"report must be True, False or a function of a line, got {report!r:.80}")
     if not enabled or os.environ.get(OFF) == "0":
         return f
     names = None if names is None else tuple(names)

@@ -10,9 +10,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from pallas_gemm.call import Numerics, Options, Order
 from pallas_gemm.config import GemmConfig, checked_order
+from pallas_gemm.kernels.element_types import BITS
 from pallas_gemm.op.contraction import DimensionNumbers, Shape, normal_dimension_numbers
 from pallas_gemm.planning.architectures import ARCHITECTURES
 from pallas_gemm.problem import Epilogue, element_type
@@ -32,12 +34,13 @@ def array(name: str, x: Any) -> Any:
         raise TypeError(f"{name} must be an array, got {type(x).__name__}: {x!r:.80}")
     try:
         x = jnp.asarray(x)
-    except TypeError:
-        if not isinstance(x, np.ndarray):
+    except (TypeError, OverflowError):
+        if not isinstance(x, np.ndarray | numbers.Number):
             raise
-        # NumPy has types and orders of bytes that JAX has not.
+        # NumPy has types and orders of bytes that JAX has not, and Python larger numbers.
+        got = f"dtype {x.dtype}" if isinstance(x, np.ndarray) else f"{x!r:.80}"
         raise TypeError(
-            f"{name} must be an array of numbers of a type that JAX has, got dtype {x.dtype}"
+            f"{name} must be an array of numbers of a type that JAX has, got {got}"
         ) from None
     if not _has_values(x.dtype):
         raise TypeError(f"{name} must be an array of numbers, got dtype {x.dtype}")
@@ -65,6 +68,34 @@ def flag(name: str, value: Any) -> bool:
     return bool(value)
 
 
+def sharding(value: Any) -> Any:
+    """Returns a sharding that is asked for, or None.
+
+    Raises:
+        TypeError: It is none.
+    """
+    if not isinstance(value, NamedSharding | PartitionSpec | None):
+        raise TypeError(
+            f"out_sharding must be a NamedSharding or a PartitionSpec, got {value!r:.80}"
+        )
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """Returns an argument that is a real number.
+
+    Raises:
+        TypeError: It is none that is known while tracing.
+        ValueError: It is too large.
+    """
+    if not isinstance(value, numbers.Real) or isinstance(value, bool):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r:.80}")
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
+
+
 def axis_size(axis_name: Any, *, several: bool = False) -> int:
     """Returns how many devices there are along an axis of a mesh.
 
@@ -77,7 +108,7 @@ def axis_size(axis_name: Any, *, several: bool = False) -> int:
     """
     if several or isinstance(axis_name, str):
         # JAX says that a name is unbound, and takes a number for an axis of an array.
-        with contextlib.suppress(NameError, KeyError, ValueError):
+        with contextlib.suppress(NameError, KeyError, ValueError, TypeError):
             return jax.lax.axis_size(axis_name)
     legal = "one axis or a tuple of axes" if several else "one axis"
     raise ValueError(
@@ -185,6 +216,7 @@ def result_type(
     preferred_element_type: Any = None,
     product: Callable[..., jax.Array] = jnp.matmul,
     precision: Any = None,
+    names: tuple[str, str] = ("a", "b"),
 ) -> jax.ShapeDtypeStruct:
     """Returns the type that the result has, and whether it is weak, as JAX's own product says.
 
@@ -195,6 +227,7 @@ def result_type(
         product: The function whose rules count: `jnp.matmul` promotes the operands, `lax.dot` takes
             the larger.
         precision: As for `product`; some values allow types that are narrower than the operands'.
+        names: The caller's names for both operands.
 
     Raises:
         TypeError: `preferred_element_type` is no type of numbers, or not one for these operands.
@@ -205,7 +238,16 @@ def result_type(
         wanted = number_type("preferred_element_type", preferred_element_type)
     operands = tuple((np.dtype(x.dtype), bool(getattr(x, "weak_type", False))) for x in (a, b))
     settings = (jax.config.jax_enable_x64, jax.config.jax_numpy_dtype_promotion)
-    return _result_type(product, *operands, wanted, precision, settings)
+    try:
+        return _result_type(product, *operands, wanted, precision, settings)
+    except ValueError as error:
+        # JAX's own, which names no argument.
+        error.args = (
+            f"{names[0]} and {names[1]} must have types that JAX promotes to one, got {a.dtype} and"
+            f" {b.dtype}: cast one of them, or scale {names[1]} if it is one of"
+            f" {', '.join(sorted(map(str, BITS)))}; JAX says: {error}",
+        )
+        raise
 
 
 @functools.lru_cache(maxsize=4096)
@@ -228,10 +270,11 @@ def number_type(name: str, value: Any) -> np.dtype:
     Raises:
         TypeError: It names none.
     """
-    try:
-        wanted = jax.dtypes.canonicalize_dtype(element_type(value))
-    except TypeError:
-        wanted = None
+    wanted = None
+    # JAX takes a number for a type where it has seen an equal one.
+    if not isinstance(value, numbers.Number):
+        with contextlib.suppress(TypeError):
+            wanted = jax.dtypes.canonicalize_dtype(element_type(value))
     if wanted is None or not _has_values(wanted):
         raise TypeError(f"{name}={value!r} is no type of numbers, such as jnp.float32")
     return np.dtype(wanted)
@@ -339,14 +382,13 @@ def options(implementation: Any, config: Any, schedule: Any, numerics: Any = Non
             "numerics must be what pallas_gemm.numerics makes, such as"
             f" numerics(invariant='rows'), got {numerics!r:.80}"
         )
-    if implementation == "xla" and (config, schedule) != (None, None):
+    named = _implementation(implementation)
+    if named == "xla" and not (config is schedule is None):
         raise ValueError(
             "config and schedule have no meaning for implementation='xla', got"
             f" config={config!r}, schedule={schedule!r}"
         )
-    return Options(
-        _implementation(implementation), _config(config), _schedule(schedule), numerics=numerics
-    )
+    return Options(named, _config(config), _schedule(schedule), numerics=numerics)
 
 
 def _implementation(value: Any) -> str | None:

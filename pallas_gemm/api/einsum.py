@@ -60,6 +60,9 @@ def einsum(
             how = {"precision": precision, "preferred_element_type": preferred_element_type}
             return gemm(*operands, transpose_b=axis == -1, numerics=numerics, **how)
     operands = weight_operands.arrays(operands)
+    if preferred_element_type is not None:
+        named = "preferred_element_type", preferred_element_type
+        preferred_element_type = arguments.number_type(*named)
     if _dot_general is dot_general and isinstance(subscripts, str) and len(operands) == 2:
         _dot_general = _lettered(subscripts.replace(" ", ""), promised)
     return stock_einsum(

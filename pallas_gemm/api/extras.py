@@ -27,9 +27,9 @@ OF_GATE = {
     "col_zeros": "gate_zero",
     "up_zeros": "up_zero",
 }
-"""The names that a caller of a gated product has for them."""
-OF_ONE = {"col_zeros": "col_zero"}
-"""The same for one product."""
+"""The names that a caller of `gated_gemm` has for them."""
+OF_ONE = {"col_zeros": "col_zero", "up_zeros": "up_zero"}
+"""The names that a caller of another function has for them."""
 
 
 class Result(NamedTuple):
@@ -54,7 +54,9 @@ class Result(NamedTuple):
             b.shape[-2 if transpose_b else -1] if b.ndim > 1 else None,
         )
 
-    def factors(self, left: Any, right: Any, k: int, name: str) -> dict[str, Factor]:
+    def factors(
+        self, left: Any, right: Any, k: int, name: str, up: str = "w_up"
+    ) -> dict[str, Factor]:
         """Returns the factor that each scale of blocks belongs to, of operands that are matrices.
 
         Args:
@@ -62,6 +64,7 @@ class Result(NamedTuple):
             right: The right operand.
             k: Contracted elements.
             name: The caller's name for the right operand.
+            up: The caller's name for the other right operand.
         """
         of_left, of_right, of_up = SCALES
         found = {}
@@ -70,7 +73,7 @@ class Result(NamedTuple):
         if self.columns is not None:
             weights = is_widened(left.dtype, right.dtype)
             own = Factor(name, tuple(right.shape[:-2]), self.columns, k, weights)
-            found |= {of_right: own, of_up: own._replace(name="w_up")}
+            found |= {of_right: own, of_up: own._replace(name=up)}
         return found
 
     @property
@@ -120,6 +123,7 @@ def checked(
     epilogue: Epilogue,
     result: Result,
     factors: Mapping[str, Factor] = MappingProxyType({}),
+    names: Mapping[str, str] = MappingProxyType(OF_ONE),
 ) -> tuple[Epilogue, Operands]:
     """Checks what an epilogue takes.
 
@@ -128,6 +132,7 @@ def checked(
         epilogue: The rest of the caller's epilogue; alpha and beta may be arrays.
         result: The result's shape.
         factors: The factor of each scale that may be one of blocks.
+        names: The caller's names for operands, where they are others.
 
     Returns:
         The epilogue, and its operands without the factors.
@@ -143,19 +148,18 @@ def checked(
         value = _number(name, getattr(epilogue, name), result)
         fixed[name], found[name] = (value, None) if isinstance(value, float) else (None, value)
     for name in ("bias", "up_bias", *SCALES):
-        called = OF_GATE.get(name, name) if gated else name
-        own, x = of_sums(name, called, given, result, factors)
+        own, x = of_sums(name, names.get(name, name), given, result, factors)
         found[own] = x
     for name, scale in zip(ZEROS, SCALES[1:], strict=True):
         if getattr(given, name) is not None:
-            called = [(OF_GATE if gated else OF_ONE).get(x, x) for x in (name, scale)]
+            called = [names.get(x, x) for x in (name, scale)]
             _add_zeros(found, given, (name, scale), called, factors[scale])
     found["residual"] = _residual(given.residual, result)
     if found["residual"] is None and fixed["beta"] != 1:
         ignored.warn(f"beta={epilogue.beta} has no effect without a residual, which it scales")
         fixed["beta"], found["beta"] = fixed["beta"] or 1.0, None
     if gated:
-        _both_in_blocks(found)
+        _both_in_blocks(found, names)
     flags: dict[str, Any] = {
         name: found.get(name) is not None for name in KINDS if name not in fixed
     }
@@ -224,7 +228,7 @@ def _has_blocks(scale: Any, factor: Factor, result: Result) -> bool:
     return not is_row or bool(blocks.block(factor.k, shape[-2], blocks.SHORTEST))
 
 
-def _both_in_blocks(found: Mapping[str, Any]) -> None:
+def _both_in_blocks(found: Mapping[str, Any], names: Mapping[str, str]) -> None:
     """Refuses gated products of which one sum alone has blocks with scales."""
     shapes = []
     for own in ("col", "up"):
@@ -232,12 +236,13 @@ def _both_in_blocks(found: Mapping[str, Any]) -> None:
         shapes.append(next((tuple(x.shape) for x in given if x is not None), ()))
     in_blocks = any(found.get(name) is not None for name in ("col_blocks", "up_blocks"))
     if in_blocks and (found.get("col_zeros") is None) != (found.get("up_zeros") is None):
-        raise ValueError("gate_zero and up_zero must both be given, or neither")
+        zeros = " and ".join(names[name] for name in ZEROS)
+        raise ValueError(f"{zeros} must both be given, or neither")
     if in_blocks and shapes[0] != shapes[1]:
         gate, up = (list(own) or None for own in shapes)
         raise ValueError(
-            f"{OF_GATE['col_scale']} and {SCALES[-1]} must have one shape where one has a dimension"
-            f" along k, got {gate} and {up}"
+            f"{names.get(SCALES[1], SCALES[1])} and {SCALES[2]} must have one shape where one has a"
+            f" dimension along k, got {gate} and {up}"
         )
 
 
@@ -259,11 +264,8 @@ def letters(extras: Operands, out: str, result: Result) -> dict[str, str]:
 
 def _number(name: str, value: Any, result: Result) -> Any:
     """Returns alpha or beta: a float, or an array of what only the running program knows."""
-    if isinstance(value, numbers.Real | np.number) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except OverflowError:
-            raise ValueError(f"{name} must fit into a float, got {value!r:.40}...") from None
+    if isinstance(value, numbers.Real) and not isinstance(value, bool):
+        return arguments.number(name, value)
     if isinstance(value, bool | np.bool_) or not hasattr(value, "dtype"):
         raise TypeError(
             f"{name} must be a number, or a floating-point array of no dimension, got"

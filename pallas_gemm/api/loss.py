@@ -105,8 +105,8 @@ def linear_cross_entropy(  # noqa: PLR0913 - each is a keyword
         ValueError: Shapes do not fit, `memory` is less than what is needed, or there is no such
             axis.
     """
-    smoothing = _number("label_smoothing", label_smoothing, least=0, most=1)
-    z_loss = _number("z_loss", z_loss, least=0)
+    smoothing = _number("label_smoothing", label_smoothing, 0, 1)
+    z_loss = _number("z_loss", z_loss, 0, _limits(hidden).max)
     if reduction not in ("mean", "sum", "none"):
         raise ValueError(f"reduction={reduction!r} is unknown; legal: 'mean', 'sum', 'none'")
     how = _How(transpose_weight, softcap, scale, memory, axis_name, ignore_index, smoothing != 0)
@@ -261,12 +261,14 @@ def _found(given: tuple[Any, ...], how: _How) -> _Found:
     transposed = arguments.flag("transpose_weight", how.transpose_weight)
     hidden, weight, labels, bias = given
     hidden, weight, labels = _arrays(hidden, weight, labels, transposed)
+    limits, cap = _limits(hidden), how.softcap
     layer = Layer(
         _call(hidden, weight),
         transposed,
         bias is not None,
-        _number("scale", how.scale),
-        None if how.softcap is None else _number("softcap", how.softcap, above=0),
+        _number("scale", how.scale, limits.min, limits.max),
+        # Logits are multiplied by its reciprocal.
+        None if cap is None else _number("softcap", cap, limits.tiny, 1 / limits.tiny),
         how.total,
         _memory(how.memory),
     )
@@ -315,11 +317,16 @@ class _OfTokens(NamedTuple):
         return [x.reshape(labels.shape) for x in results]
 
 
+def _limits(hidden: Any) -> Any:
+    """Returns the limits of the type in which losses are computed."""
+    is_double = getattr(hidden, "dtype", None) == np.float64
+    return np.finfo(np.float64 if is_double else np.float32)
+
+
 def _call(hidden: Any, weight: Any) -> Call:
-    wide = np.float64 if hidden.dtype == np.float64 else np.float32
     refuse("the log-sum-exp adds up along rows, in an order that depends on the tiles")
     options = Options(target=known_target(hidden, weight), reduced=reduction_dtype())
-    return Call(wide, precision=precisions.resolve(None), options=options)
+    return Call(_limits(hidden).dtype, precision=precisions.resolve(None), options=options)
 
 
 def _arrays(hidden: Any, weight: Any, labels: Any, transposed: bool) -> Any:
@@ -379,25 +386,17 @@ def _bias(bias: Any, words: int) -> Any:
     return bias
 
 
-def _number(name: str, value: Any, **bounds: float) -> float:
-    """Returns an argument that is a number within bounds: `least`, `most`, `above`.
+def _number(name: str, value: Any, least: Any, most: Any) -> float:
+    """Returns an argument that is a number within bounds.
 
     Raises:
         TypeError: It is no number that is known while tracing.
         ValueError: It is beyond the bounds.
     """
-    if not isinstance(value, numbers.Real) or isinstance(value, bool):
-        raise TypeError(f"{name} must be a number, got {type(value).__name__}: {value!r:.80}")
-    own = float(value)
-    legal = {
-        "least": own >= bounds.get("least", own),
-        "most": own <= bounds.get("most", own),
-        "above": "above" not in bounds or own > bounds["above"],
-    }
-    if not math.isfinite(own) or not all(legal.values()):
-        words = {"least": "at least", "most": "at most", "above": "above"}
-        text = " and ".join(f"{words[bound]} {limit:g}" for bound, limit in bounds.items())
-        raise ValueError(f"{name} must be a finite number{' ' * bool(text)}{text}, got {value!r}")
+    own = arguments.number(name, value)
+    # Of NumPy, the limits would round it.
+    if not float(least) <= own <= float(most):
+        raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {value!r}")
     return own
 
 

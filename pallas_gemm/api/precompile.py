@@ -20,19 +20,20 @@ import numpy as np
 
 from pallas_gemm.api import arguments, request
 from pallas_gemm.api.explaining.explain import explain
-from pallas_gemm.api.extras import OF_GATE
+from pallas_gemm.api.extras import OF_GATE, OF_ONE
 from pallas_gemm.api.gemm import gated_gemm, gemm
-from pallas_gemm.api.groups.grouped import grouped_gemm, ragged_dot_general
+from pallas_gemm.api.groups.group_sums import group_sums
+from pallas_gemm.api.groups.grouped import grouped_gemm
 from pallas_gemm.api.symmetric import gram, symmetric_matmul
 from pallas_gemm.call import DIMENSIONS, Operands, SumCall, signature_of
 from pallas_gemm.config import GemmConfig
+from pallas_gemm.kernels.element_types import is_widened
 from pallas_gemm.offline import Report, check_target, compile_reports
 from pallas_gemm.op.sum_of_products import sum_of_products
 from pallas_gemm.planning import dispatch, numerics
-from pallas_gemm.planning.by_xla import xla_groups
 from pallas_gemm.planning.dispatch import Decision
 from pallas_gemm.planning.targeting import target as planning_for
-from pallas_gemm.problem import Epilogue, Problem
+from pallas_gemm.problem import SCALES, ZEROS, Epilogue, Problem
 
 Shape = tuple[int, int, int] | tuple[int, int, int, int]
 
@@ -118,14 +119,16 @@ def precompile(
 
     Args:
         shapes: `(m, n, k)` or `(batch, m, n, k)` of each product, or a `Problem`; for that, only
-            `precision`, `schedule`, `config` and `implementation` of the keywords count.
+            `precision`, `schedule`, `config` and `implementation` of the keywords count. A function
+            that is its epilogue is left out.
         target: "h100", "h200" or "b200".
         dtype: Type of the operands, such as `jnp.bfloat16` or "bf16", or a pair of them.
         bias: There is a bias.
         residual: There is a residual.
         gated: Each is a `gated_gemm`.
         progress: Called with what became of each distinct product.
-        **options: As for `gemm` or `gated_gemm`: `activation`, `transpose_b`, `config`, ...
+        **options: As for `gemm` or `gated_gemm`: `activation`, `transpose_b`, `config`, ... Arrays,
+            such as scales, may be a `jax.ShapeDtypeStruct`.
 
     Returns:
         The outcome of each, in the order of `shapes`.
@@ -138,7 +141,11 @@ def precompile(
     check_target(target)
     if not isinstance(shapes, Iterable):
         raise ValueError(f"shapes must be a list of shapes, got {shapes!r}: [(m, n, k)] is one")
-    extras = Epilogue(bias=bias, residual=residual, gated=gated)
+    extras = Epilogue(
+        bias=arguments.flag("bias", bias),
+        residual=arguments.flag("residual", residual),
+        gated=arguments.flag("gated", gated),
+    )
     products = [_product(i, shape, dtype, extras, options) for i, shape in enumerate(shapes)]
     distinct = list(dict.fromkeys(products))
     with planning_for(target):
@@ -176,42 +183,52 @@ class _Product:
             return {f"{name}{i}": x for i, pair in enumerate(pairs) for name, x in pair.items()}
         right = shape(problem.b_shape, problem.b_dtype)
         left = shape(problem.a_shape, problem.a_dtype)
-        if problem.ragged_k:
-            return {"lhs": left, "rhs": right, "group_sizes": shape((problem.batch,), jnp.int32)}
         found = {"a": left}
-        if problem.groups:
+        if problem.ragged_k:
+            found |= {"b": right, "group_sizes": shape((problem.batch,), jnp.int32)}
+        elif problem.groups:
             found |= {"b": right} | ({"up": right} if self.extras.gated else {})
             found["group_sizes"] = shape((problem.groups,), jnp.int32)
         else:
             found |= {"w_gate": right, "w_up": right} if self.extras.gated else {"b": right}
-        called = OF_GATE if "w_gate" in found else {}
+        called = OF_GATE if "w_gate" in found else OF_ONE
+        found |= {called.get(name, name): x for name, x in self._of_blocks().items()}
         sizes = {"m": problem.m, "n": problem.n}
         for name in self.extras.operands:
             dtype = problem.added_dtype if name == "residual" else jnp.float32
             own = tuple(sizes[letter] for letter in DIMENSIONS[name])
             whole = problem.out_shape if name == "residual" else own
             found[called.get(name, name)] = shape(whole, dtype)
-        return found
+        return found | {name: x for name, x in self.options.items() if isinstance(x, shape)}
+
+    def _of_blocks(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """Returns the scales of blocks, and zero points, if there are any."""
+        problem, own = self.problem, self.problem.blocks
+        if own is None:
+            return {}
+        deep, found = problem.k // own.k, {}
+        if own.rows:
+            found["row_scale"] = (*problem.a_shape[:-2], problem.m // own.rows, deep)
+        right = (*problem.b_shape[:-2], deep, problem.n // own.columns) if own.columns else None
+        for name, zeros in list(zip(SCALES[1:], ZEROS, strict=True))[: problem.sums]:
+            found |= {name: right} if right else {}
+            found |= {zeros: right} if own.zeros else {}
+        return {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in found.items()}
 
     def __call__(self, operands: dict[str, jax.Array]) -> jax.Array:
         if self.problem.terms:
             # JAX has put the names of the operands into another order.
             return sum_of_products(self._sum(), *(operands[name] for name in self.operands()))
-        if self.problem.ragged_k:
-            precision, dtype = self.options.get("precision"), self.problem.out_dtype
-            numbers = xla_groups.CONTRACTED
-            return ragged_dot_general(
-                *(operands[name] for name in self.operands()),
-                ragged_dot_dimension_numbers=numbers,
-                precision=precision,
-                preferred_element_type=dtype,
-            )
         multiply: Any = gated_gemm if self.extras.gated else gemm
         options = self.options
         if self.problem.groups:
             multiply = grouped_gemm
             none = ("transpose_a", "beta")
             options = {name: x for name, x in options.items() if name not in none}
+        if self.problem.ragged_k:
+            multiply, kept = group_sums, ("preferred_element_type", "transpose_b", *_HOW)
+            options = {name: options[name] for name in kept if name in options}
+            operands |= {"a": operands["a"].T} if self.problem.transpose_a else {}
         if self.problem.symmetric:
             multiply = symmetric_matmul
             kept = ("preferred_element_type", "alpha", "beta", *_HOW)
@@ -219,7 +236,7 @@ class _Product:
         if self.problem.symmetric == "gram":
             multiply, options["transpose"] = gram, self.problem.transpose_a
             operands = {"x": operands["a"]} | {n: operands[n] for n in operands if n not in "ab"}
-        return multiply(**operands, **options)
+        return multiply(**options | operands)
 
     def _sum(self) -> SumCall:
         """Returns the call for a sum of products, which no public function takes."""
@@ -265,7 +282,12 @@ def _product(
         )
     dtypes = dtype if isinstance(dtype, tuple) else (dtype, dtype)
     a_dtype, b_dtype = (arguments.number_type("dtype", own) for own in dtypes)
-    out_dtype = options.get("preferred_element_type") or jnp.promote_types(a_dtype, b_dtype)
+    common = a_dtype if is_widened(a_dtype, b_dtype) else jnp.promote_types(a_dtype, b_dtype)
+    out_dtype = options.get("preferred_element_type") or common
+    options = {
+        name: jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, jax.Array | np.ndarray) else x
+        for name, x in options.items()
+    }
     layout: dict[str, Any] = {
         name: bool(options.get(name, False)) for name in ("transpose_a", "transpose_b")
     }

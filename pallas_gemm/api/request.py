@@ -145,7 +145,8 @@ def of_gemm(
     activation = activations.resolve(epilogue.activation)
     k = a.shape[-2 if transpose_a and a.ndim > 1 else -1]
     factors = shape.factors(a, b, k, right)
-    epilogue, given = extras.checked(operands, epilogue, shape, factors)
+    names = extras.OF_ONE if operands.up is None else extras.OF_GATE
+    epilogue, given = extras.checked(operands, epilogue, shape, factors, names)
     epilogue = dataclasses.replace(epilogue, activation=activation)
     dims = contraction.of_matmul(a.shape, b.shape, transpose_a, transpose_b)
     dims = dims.with_letters(**extras.letters(given, dims.out, shape))
@@ -199,13 +200,15 @@ def _request(
     precision: Any = None,
     out_sharding: Any = None,
 ) -> Request:
+    out_sharding = arguments.sharding(out_sharding)
     resolved = precisions.resolve(precision)
     rules = dot if multiply.func is _dot_general else matmul
     wanted = element_type(preferred_element_type)
     # Scaled weights of few bits have no say in it.
     narrow = has_scaled_weights(epilogue, operands.a, operands.b)
     right = operands.a if narrow else operands.b
-    dtype = arguments.result_type(operands.a, right, wanted, rules, resolved).dtype
+    names = ("a", "b" if operands.up is None else "w_gate")
+    dtype = arguments.result_type(operands.a, right, wanted, rules, resolved, names).dtype
     arguments.epilogue_dtype(epilogue, (operands.a.dtype, operands.b.dtype), dtype)
     options = dataclasses.replace(
         numerics.stated(options),

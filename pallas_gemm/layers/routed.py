@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from pallas_gemm.api import arguments
 from pallas_gemm.api.groups.grouped import grouped_gemm
 from pallas_gemm.op.permutation import permuted
 
@@ -127,7 +128,9 @@ class Mixture:
             with_logits: Whether the logits are asked for.
         """
         inputs, *kernels = operands
-        result = self.mix(inputs, self.routing(rows(logits), self.top_k), kernels)
+        each = rows(logits)
+        choice = checked(self.routing(each, self.top_k), each.shape[0], self.top_k)
+        result = self.mix(inputs, choice, kernels)
         return (result, logits) if with_logits else result
 
     def mix(self, inputs: jax.Array, choice: Choice, kernels: Sequence[Any]) -> jax.Array:
@@ -169,12 +172,38 @@ def gated(kernels: Sequence[Any], activation: Any, precision: Any) -> Compute:
     return compute
 
 
-def check(num_experts: int, top_k: int) -> None:
-    """Checks the numbers of a layer.
+def checked(choice: Any, tokens: int, top_k: int) -> Choice:
+    """Returns what a routing function returned.
+
+    Raises:
+        TypeError: It is no choice of experts.
+    """
+    given = choice if isinstance(choice, tuple | list) else (choice,)
+    if len(given) == 2 and all(map(arguments.is_array, given)):
+        weights, experts = given
+        fits = weights.shape == experts.shape and experts.ndim == 2 and experts.shape[0] == tokens
+        is_number = jnp.issubdtype(experts.dtype, jnp.integer)
+        if fits and is_number and jnp.issubdtype(weights.dtype, jnp.floating):
+            # A narrow type may not hold the numbers of all experts.
+            return Choice(weights, experts.astype(np.int32))
+    types = (
+        f"{x.dtype}{list(x.shape)}" if arguments.is_array(x) else type(x).__name__ for x in given
+    )
+    raise TypeError(
+        "routing must return the weights, of floats, and the numbers of experts, of integers, both"
+        f" [{tokens}, {top_k}], got {' and '.join(types)}"
+    )
+
+
+def check(num_experts: int, top_k: int, routing: Any) -> None:
+    """Checks the options of a layer.
 
     Raises:
         ValueError: There are no experts, or fewer than a token is to have, or one is no integer.
+        TypeError: The routing is no function.
     """
+    if not callable(routing):
+        raise TypeError(f"routing must be a function of logits and top_k, got {routing!r:.80}")
     if not isinstance(num_experts, int | np.integer) or num_experts < 1:
         raise ValueError(f"num_experts must be an integer of at least 1, got {num_experts!r}")
     if not isinstance(top_k, int | np.integer) or not 1 <= top_k <= num_experts:

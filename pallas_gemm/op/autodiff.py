@@ -67,7 +67,7 @@ def _jvp(
             result = linear.named(once[0])
         elif call.options.numerics is not None:
             # What is promised of the result holds where it is derived, too.
-            result = linear.named(product(call, contraction, *primals))
+            result = linear.named(product(linear.as_derived(call), contraction, *primals))
         return result, change
     result = linear.named(product(call, contraction, *primals))
     change = change_without_activation(call, contraction, given, moved)

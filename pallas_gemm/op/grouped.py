@@ -212,7 +212,8 @@ def _jvp_of_epilogue(call: GroupedCall, given: Any, moved: list[Any]) -> tuple[A
     result, change = linear.derived(alone, given, moved)
     # What is promised of the result holds where it is derived, too.
     is_kernels = is_affine or call.options.numerics is not None
-    return linear.named(grouped(call, *given) if is_kernels else result), change
+    result = grouped(linear.as_derived(call), *given) if is_kernels else result
+    return linear.named(result), change
 
 
 def _affine_change(call: GroupedCall, given: Any, moved: Any, result: jax.Array) -> jax.Array:

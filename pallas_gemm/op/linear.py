@@ -7,6 +7,7 @@ kernel for mixed types: a float32 cotangent becomes bfloat16 beside a bfloat16 o
 8 bits are widened to bfloat16 instead, which is exact.
 """
 
+import dataclasses
 import functools
 import math
 import operator
@@ -21,6 +22,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.interpreters import ad
 
 from pallas_gemm.call import OUT_NAME, Call, Operands
+from pallas_gemm.kernels.functions import activations
 from pallas_gemm.op.contraction import Contraction
 from pallas_gemm.op.product import product
 from pallas_gemm.planning import numerics
@@ -55,6 +57,14 @@ def derived(
 
     moving, changes = ([of[i] for i in places] for of in (primals, tangents))
     return jax.jvp(of_moving, moving, changes)
+
+
+def as_derived[AnyCall: Call](call: AnyCall) -> AnyCall:
+    """Returns the call for a product that is derived, whose activation may have a rule for it."""
+    if (activation := call.epilogue.activation) is None:
+        return call
+    own = activations.as_derived(activation)
+    return dataclasses.replace(call, epilogue=dataclasses.replace(call.epilogue, activation=own))
 
 
 def change_by(

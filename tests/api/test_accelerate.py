@@ -234,6 +234,8 @@ def test_an_object_with_arrays_is_an_argument(x: Any) -> None:
         ({"f": 3}, TypeError, "f must be a function, got int"),
         ({"numerics": "fast"}, ValueError, "numerics must be None or 'exact', got 'fast'"),
         ({"only": [3]}, TypeError, "only must be a name of a line or several"),
+        ({"only": 3}, TypeError, "only must be a name of a line or several, .* got 3"),
+        ({"report": 1}, TypeError, "report must be True, False or a function of a line, got 1"),
     ],
 )
 def test_what_is_not_legal_is_refused(how: Any, error: type[Exception], words: str) -> None:

@@ -172,6 +172,9 @@ def test_what_does_not_fit_is_refused() -> None:
         einsum("ij,jk", a, a)
     with pytest.raises(NotImplementedError, match="3 or more operands"):
         einsum("ij,kj,kl", a, a, a, optimize=[(0, 1, 2)])
+    with pytest.raises(TypeError, match="preferred_element_type='f31' is no type of numbers"):
+        einsum("ij,kj", a, a, preferred_element_type="f31")
+    assert einsum("ij,kj", a, a, preferred_element_type="bf16").dtype == jnp.bfloat16
     with pytest.raises(NotImplementedError, match="'out' argument"):
         einsum("ij,kj", a, a, out=np.ones((2, 2)))
 

@@ -1,5 +1,6 @@
 """Bad input: an error before anything is traced, that names the argument, its value and the way."""
 
+import fractions
 import pathlib
 import re
 import warnings
@@ -58,6 +59,40 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
     ("no array", lambda: gemm([[1.0]], B), TypeError, "a must be an array, got list"),
     ("none", lambda: gemm(A, None), TypeError, "b must be an array, got NoneType"),
     ("keys", lambda: gemm(jax.random.key(0), B), TypeError, "a must be .* numbers, got dtype key"),
+    (
+        "a number beyond int32",
+        lambda: gemm(A, B, bias=2**40),
+        TypeError,
+        "bias must be an array of numbers of a type that JAX has, got 1099511627776",
+    ),
+    (
+        "a fraction",
+        lambda: gemm(A, B, residual=fractions.Fraction(1, 2)),
+        TypeError,
+        r"residual must be an array of numbers .* got Fraction\(1, 2\)",
+    ),
+    (
+        "a list as a sharding",
+        lambda: gemm(A, B, out_sharding=["x", None]),
+        TypeError,
+        r"out_sharding must be a NamedSharding or a PartitionSpec, got \['x', None\]",
+    ),
+    (
+        "a type that is a number",
+        # JAX has seen an equal one that is of a type.
+        lambda: gemm(
+            *(A, B),
+            preferred_element_type=jax.dtypes.canonicalize_dtype(np.float32(1)) and True,
+        ),
+        TypeError,
+        "preferred_element_type=True is no type of numbers",
+    ),
+    (
+        "an array as an implementation",
+        lambda: gemm(A, B, implementation=np.ones(2)),
+        ValueError,
+        "implementation=array.* is unknown",
+    ),
     ("a Python number", lambda: gemm(2.0, B), ValueError, "a must have at least one dim"),
     ("a scalar", lambda: gemm(jnp.float32(1), B), ValueError, "a must have at least one dim"),
     (
@@ -147,6 +182,12 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         r"turns float32\[2, 3\] into bfloat16\[2,3\]",
     ),
     (
+        "activation of a tuple",
+        lambda: gemm(A, B, activation=lambda x: (x,)),
+        TypeError,
+        r"turns float32\[2, 3\] into a tuple of float32\[2,3\]",
+    ),
+    (
         "activation of two arguments",
         lambda: gemm(A, B, activation=jnp.add),
         TypeError,
@@ -166,6 +207,12 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "transpose_a must be True or False",
     ),
     ("a large alpha", lambda: gemm(A, B, alpha=10**400), ValueError, "alpha must fit into a float"),
+    (
+        "a complex alpha of NumPy",
+        lambda: gemm(A, B, alpha=np.complex64(2 + 1j)),
+        TypeError,
+        "alpha must be of a floating-point type, such as float32, got dtype complex64",
+    ),
     (
         "a complex bias",
         lambda: gemm(A, B, bias=jnp.ones(8, jnp.complex64)),
@@ -322,6 +369,19 @@ CASES: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         lambda: gemm(A.astype(jnp.complex64), B.astype(jnp.complex64), implementation="interpret"),
         ValueError,
         "implementation='interpret' cannot .* no kernel takes operands of complex64",
+    ),
+    (
+        "weights that JAX promotes to nothing",
+        lambda: gemm(A, B.astype(jnp.int2), col_scale=jnp.ones(8)),
+        ValueError,
+        "^a and b must have types that JAX promotes to one, got float32 and int2: cast one of them,"
+        " or scale b if it is one of float4_e2m1fn, .*, int4, .*; JAX says: Input dtypes",
+    ),
+    (
+        "the name of such a gate",
+        lambda: gated_gemm(A, B.astype(jnp.int4), B.astype(jnp.int4)),
+        ValueError,
+        "^a and w_gate must have .* or scale w_gate if",
     ),
     (
         "weights of 8 bits alone",

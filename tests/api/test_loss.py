@@ -1,6 +1,7 @@
 """The last layer and its loss: values and gradients beside float64, every option, bad input."""
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -355,7 +356,7 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "smoothing": (
         lambda: linear_cross_entropy(H, W, LABELS, label_smoothing=1.5),
         ValueError,
-        "label_smoothing must be a finite number at least 0 and at most 1, got 1.5",
+        "label_smoothing must be a number from 0 to 1, got 1.5",
     ),
     "an array as a number": (
         lambda: linear_cross_entropy(H, W, LABELS, z_loss=H[0, 0]),
@@ -365,7 +366,37 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
     "softcap": (
         lambda: linear_log_probs(H, W, LABELS, softcap=0),
         ValueError,
-        "softcap must be a finite number above 0, got 0",
+        r"softcap must be a number from 1.17549e-38 to 8.50706e\+37, got 0",
+    ),
+    "a softcap whose reciprocal is 0 in float32": (
+        lambda: linear_log_probs(H, W, LABELS, softcap=1e38),
+        ValueError,
+        "softcap must be .* got 1e",
+    ),
+    "an infinite softcap": (
+        lambda: linear_log_probs(H, W, LABELS, softcap=math.inf),
+        ValueError,
+        "softcap must be .* got inf",
+    ),
+    "a z_loss beyond float32": (
+        lambda: linear_cross_entropy(H, W, LABELS, z_loss=1e39),
+        ValueError,
+        r"z_loss must be a number from 0 to 3.40282e\+38, got 1e\+39",
+    ),
+    "a scale beyond float32": (
+        lambda: linear_cross_entropy(H, W, LABELS, scale=-1e39),
+        ValueError,
+        r"scale must be a number from -3.40282e\+38 to 3.40282e\+38, got -1e\+39",
+    ),
+    "a scale that is no number": (
+        lambda: linear_cross_entropy(H, W, LABELS, scale=math.nan),
+        ValueError,
+        "scale must be .* got nan",
+    ),
+    "a scale beyond any float": (
+        lambda: linear_cross_entropy(H, W, LABELS, scale=10**400),
+        ValueError,
+        "scale must fit into a float, got 1000",
     ),
     "reduction": (
         lambda: linear_cross_entropy(H, W, LABELS, reduction="avg"),
@@ -401,6 +432,11 @@ BAD: dict[str, tuple[Callable[[], Any], type[Exception], str]] = {
         lambda: linear_log_probs(H, W, LABELS, axis_name=1),
         ValueError,
         "axis_name=1 must name one axis or a tuple of axes",
+    ),
+    "a list as an axis": (
+        lambda: linear_log_probs(H, W, LABELS, axis_name=[["model"]]),
+        ValueError,
+        r"axis_name=\[\['model'\]\] must name one axis or a tuple of axes",
     ),
     "weights of examples": (
         lambda: softmax_cross_entropy_with_integer_labels(H, W, LABELS, where=H[:, 0]),

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import pallas_gemm
@@ -158,6 +159,11 @@ def test_a_missing_compiler_is_told_before_anything_is_planned(
         precompile([], "h200")
 
 
+def test_a_bias_is_there_or_not() -> None:
+    with pytest.raises(TypeError, match=r"bias must be True or False, got .*\[1\., 1\."):
+        precompile([(64, 64, 64)], "h200", bias=jnp.ones(64))  # type: ignore[arg-type]
+
+
 def test_an_unknown_option_is_named() -> None:
     with pytest.raises(TypeError, match="'swizzle'"):
         precompile([(64, 64, 64)], "h200", swizzle=8)
@@ -201,6 +207,51 @@ def test_products_of_groups(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [product.decision.problem for product in done] == problems
     assert {decision.problem for _, decision in seen} == set(problems)
     assert {product.implementation for product in done} == {"hopper"}
+
+
+STRUCT = jax.ShapeDtypeStruct
+ROWS, WEIGHTS = (STRUCT(shape, jnp.float8_e4m3fn) for shape in ((512, 1024), (2048, 1024)))
+WIDE, BITS = STRUCT(ROWS.shape, jnp.bfloat16), STRUCT((1024, 2048), jnp.uint4)
+EXPERTS, SIZES = STRUCT((4, *BITS.shape), jnp.uint4), STRUCT((4,), jnp.int32)
+OF_ROWS, OF_BLOCKS, OF_COLUMNS = (STRUCT(x, jnp.float32) for x in ((512, 8), (8, 16), (8, 2048)))
+OF_EXPERTS = STRUCT((4, 8, 2048), jnp.bfloat16)
+SCALED = {"row_scale": OF_ROWS, "transpose_b": True, "preferred_element_type": jnp.bfloat16}
+
+
+@pytest.mark.parametrize(
+    ("f", "operands", "options"),
+    [
+        (pallas_gemm.gemm, (ROWS, WEIGHTS), SCALED | {"col_scale": OF_BLOCKS}),
+        (pallas_gemm.group_sums, (ROWS, WEIGHTS, SIZES), SCALED | {"col_scale": OF_COLUMNS}),
+        (gated_gemm, (WIDE, BITS, BITS), {"gate_scale": OF_COLUMNS, "up_scale": OF_COLUMNS}),
+        (
+            pallas_gemm.grouped_gemm,
+            (WIDE, EXPERTS, SIZES),
+            {"up": EXPERTS}
+            | dict.fromkeys(("col_scale", "up_scale", "col_zero", "up_zero"), OF_EXPERTS),
+        ),
+    ],
+)
+def test_scales_of_blocks(
+    monkeypatch: pytest.MonkeyPatch, f: Any, operands: Any, options: Any
+) -> None:
+    monkeypatch.setattr(precompilation, "_report", lambda *_: None)
+    with pallas_gemm.target("h200"):
+        [planned] = explain(f, *operands, **options).products
+    assert planned.problem.blocks is not None
+    [done] = precompile([planned.problem], "h200")
+    assert done.decision == planned
+    if f is pallas_gemm.gemm:
+        # As arrays, they are operands too, and two products that take them are one.
+        given = options | {"col_scale": np.ones((8, 16), np.float32)}
+        every = precompile([(512, 2048, 1024)] * 2, "h200", dtype="e4m3", **given)
+        assert [own.decision for own in every] == [planned] * 2
+
+
+def test_few_bits_need_no_type_of_the_result(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = _recorded(monkeypatch)
+    precompile([(512, 2048, 1024)], "h200", dtype=("bf16", jnp.int4), col_scale=OF_COLUMNS)
+    assert [own.problem.out_dtype for _, own in seen] == [jnp.bfloat16]
 
 
 def test_half_of_a_symmetric_result(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,6 +15,7 @@ from pallas_gemm.api.groups import grouped
 from pallas_gemm.planning.by_xla import xla_groups
 
 OVER_ROWS = lax.RaggedDotDimensionNumbers((((0,), (0,)), ((), ())), [0], [])
+FEW = jnp.ones((2, 8, 4), jnp.int8)
 LHS, RHS, SIZES = jnp.ones((6, 8)), jnp.ones((2, 8, 4)), jnp.array([2, 3])
 
 
@@ -43,6 +44,28 @@ def test_the_arguments_are_those_of_jax(name):
             r"row_scale must be \[m / r, k / g\].* got \[2, 6\]",
         ),
         ({"alpha": jnp.ones(3)}, ValueError, r"alpha must be a number or .* \[2\], .* got \[3\]"),
+        ({"up": RHS, "bias": jnp.ones(3)}, ValueError, r"^bias must have .* got \[3\]"),
+        (
+            {"up": RHS, "col_scale": jnp.ones((2, 2, 4))},
+            ValueError,
+            r"^col_scale must be \[k / g, n / c\]",
+        ),
+        (
+            {"up": RHS, "up_scale": jnp.ones((2, 2, 4))},
+            ValueError,
+            "^up_scale must be .* columns of up and k=8",
+        ),
+        (
+            {
+                "up": FEW,
+                "b": FEW,
+                "col_zero": 1.0,
+                "col_scale": jnp.ones(4),
+                "up_scale": jnp.ones(4),
+            },
+            ValueError,
+            "^col_zero must have the shape of col_scale",
+        ),
         ({"activation": "relux"}, ValueError, "did you mean 'relu'"),
         (
             {"transpose_b": True},
@@ -53,7 +76,7 @@ def test_the_arguments_are_those_of_jax(name):
 )
 def test_what_no_epilogue_of_groups_takes_is_refused(extras, error, words):
     with pytest.raises(error, match=words):
-        pallas_gemm.grouped_gemm(LHS, RHS, SIZES, **extras)
+        pallas_gemm.grouped_gemm(**{"a": LHS, "b": RHS, "group_sizes": SIZES} | extras)
 
 
 @pytest.mark.parametrize(
@@ -66,11 +89,33 @@ def test_what_no_epilogue_of_groups_takes_is_refused(extras, error, words):
         ((LHS, RHS, SIZES[None]), TypeError, r"must be \[groups\], got shape \[1, 2\]"),
         ((LHS, RHS, LHS[0, :2]), TypeError, "group_sizes must be integers, got float32"),
         ((LHS, "b", SIZES), TypeError, "rhs must be"),
+        ((2**40, RHS, SIZES), TypeError, r"lhs must be \[m, k\], got shape \[\]; JAX says: Py"),
     ],
 )
 def test_errors_say_what_would_be_legal(operands, error, words):
     with pytest.raises(error, match=words):
         pallas_gemm.ragged_dot(*operands)
+
+
+def test_a_type_of_64_bits_is_that_of_32_unless_they_are_enabled():
+    # JAX's own function makes a program of two types of it.
+    given = LHS.astype(int), RHS.astype(int), SIZES
+    found = pallas_gemm.ragged_dot(*given, preferred_element_type=np.int64)
+    np.testing.assert_array_equal(found, lax.ragged_dot(*given))
+    with pytest.raises(TypeError, match=r"out_sharding must be .* got \['x'\]"):
+        pallas_gemm.ragged_dot(LHS, RHS, SIZES, out_sharding=["x"])
+
+
+def test_a_symbolic_number_of_groups_is_refused():
+    struct, groups = jax.ShapeDtypeStruct, jax.export.symbolic_shape("groups")
+    operands = LHS, struct((*groups, 8, 4), LHS.dtype), struct(groups, SIZES.dtype)
+    for f, given in (
+        (pallas_gemm.grouped_gemm, operands),
+        (pallas_gemm.group_sums, (LHS.T, LHS, operands[2])),
+    ):
+        words = r"^group_sizes must have a known number of groups, got shape \[groups\]"
+        with pytest.raises(TypeError, match=words):
+            jax.export.export(jax.jit(f))(*given)
 
 
 @pytest.mark.parametrize("make", [np.array, jnp.array])

@@ -195,6 +195,38 @@ def test_a_token_has_one_expert_at_least_and_all_at_most(top_k: Any) -> None:
         linen.Experts(**SIZES, top_k=top_k).init(KEY, jnp.ones(X))
 
 
+def _routed(routing: Any, experts: int = EXPERTS) -> jax.Array:
+    how = SIZES | {"num_experts": experts, "rngs": stock_nnx.Rngs(0)}
+    return nnx.Experts(INPUTS, **how, routing=routing)(jnp.ones((6, INPUTS)))
+
+
+@pytest.mark.parametrize(
+    ("returned", "got"),
+    [
+        (None, "NoneType"),
+        (jnp.ones((6, 2)), r"float32\[6, 2\]"),
+        # The wrong way round.
+        ((jnp.zeros((6, 2), int), jnp.ones((6, 2))), r"int32\[6, 2\] and float32\[6, 2\]"),
+        ((jnp.ones(6), jnp.zeros(6, int)), r"float32\[6\] and int32\[6\]"),
+        ((jnp.ones((3, 2)), jnp.zeros((3, 2), int)), r"float32\[3, 2\] and int32\[3, 2\]"),
+        ((jnp.ones((6, 1)), jnp.zeros((6, 2), int)), r"float32\[6, 1\] and int32\[6, 2\]"),
+    ],
+)
+def test_what_a_routing_function_may_not_return_is_named(returned: Any, got: str) -> None:
+    message = r"^routing must return the weights, .* both \[6, 2\], got "
+    with pytest.raises(TypeError, match=f"{message}{got}$"):
+        _routed(lambda *_: returned)
+    with pytest.raises(TypeError, match=r"routing must be a function .* got 'softmax'"):
+        _routed("softmax")
+
+
+def test_numbers_of_experts_may_be_of_a_type_that_has_not_all() -> None:
+    def chosen(dtype: Any) -> jax.Array:
+        return _routed(lambda *_: (jnp.ones((6, 2)), jnp.array([[5, 7]] * 6, dtype)), 300)
+
+    np.testing.assert_array_equal(chosen(jnp.uint8), chosen(jnp.int32))
+
+
 @pytest.mark.parametrize("name", ["in_features", "hidden_features"])
 def test_no_size_is_less_than_nothing(name: str) -> None:
     sizes = {"in_features": INPUTS, **SIZES, name: -1}

@@ -355,6 +355,20 @@ def test_a_bias_promotes_as_an_addition_does() -> None:
                 assert jax.eval_shape(layer, x).dtype == dtype
 
 
+def test_projections_have_the_types_of_their_layers() -> None:
+    x, how = layers.normal(4, INPUTS), {"preferred_element_type": jnp.bfloat16}
+    every = [
+        nnx.Linear(INPUTS, FEATURES, rngs=stock_nnx.Rngs(0), use_bias=use_bias, **how)
+        for use_bias in (True, False)
+    ]
+    with jax.numpy_dtype_promotion("standard"):
+        for given in (every[:1] * 2, every[1:] * 2, every):
+            for found, layer in zip(nnx.projections(x, given), given, strict=True):
+                expected = layer(x)
+                assert found.dtype == expected.dtype
+                np.testing.assert_array_equal(found, expected)
+
+
 def test_metadata_of_the_parameters_is_kept() -> None:
     split = nn.with_partitioning(nn.initializers.lecun_normal(), (None, "model"))
     x = jnp.ones(X)

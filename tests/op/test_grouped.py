@@ -468,6 +468,8 @@ def test_a_pair_and_what_follows_are_one_product_of_a_kernel_and_derived_as_two(
 
     with target("h200"):
         [alone] = explain(functools.partial(multiply, "silu"), *given).products
+        narrow = [shape((*x.shape[:-1], 16), x.dtype) for x in given[1:4]]
+        [few] = explain(functools.partial(multiply, "silu"), rows, *narrow, given[-1]).products
         derived = explain(jax.grad(loss, (0, 1, 2, 3)), *given).products
         # What the kernel cannot apply, XLA does, in one pass.
         [left] = explain(functools.partial(multiply, jax.scipy.special.gammaln), *given).products
@@ -476,7 +478,8 @@ def test_a_pair_and_what_follows_are_one_product_of_a_kernel_and_derived_as_two(
     kept = [x.dtype for x in jax.tree.leaves(pull) if x.shape == (4096, 2048)]
     assert kept == [jnp.bfloat16] * 2
     assert alone.problem.epilogue.parts == ("bias", "gated", "silu")
-    assert (alone.implementation, _unfused(alone)) == ("hopper", None)
+    for own in (alone, few):
+        assert (own.implementation, _unfused(own)) == ("hopper", None)
     grouped = [own for own in derived if own.problem.groups or own.problem.ragged_k]
     assert len(grouped) == 6
     assert {own.implementation for own in grouped} == {"hopper"}

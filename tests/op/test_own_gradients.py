@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_gemm import accelerate, gemm, grouped_gemm, target
+from pallas_gemm import accelerate, gemm, grouped_gemm, numerics, target
 from tests.reference import normal
 
 SIZES = np.array([3, 5], np.int32)
@@ -62,6 +62,24 @@ def test_a_derivative_is_derived_by_the_forward_rule(name: str, mode: str, rng: 
     found, expected = (jax.tree.leaves(derivatives(by[name])) for by in (BY_PRODUCT, BY_JAX))
     for own, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(own, wanted, atol=2e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("product", [gemm, grouped_gemm])
+def test_a_promised_product_is_derived_so_too(product: Any) -> None:
+    x = jax.ShapeDtypeStruct((8, 64), jnp.bfloat16)
+    w = jax.ShapeDtypeStruct((64, 64) if product is gemm else (2, 64, 64), jnp.bfloat16)
+    sizes = () if product is gemm else (SIZES,)
+
+    def loss(x: Any, w: Any) -> Any:
+        found = product(x, w, *sizes, activation=_twice, numerics=numerics("rows"))
+        return jnp.sum(jnp.square(found.astype(jnp.float32)))
+
+    program = jax.make_jaxpr(jax.grad(loss, (0, 1)))(x, w)
+    calls = [own.params["call"] for own in program.eqns if "call" in own.params]
+    (applied,) = [own for call in calls if (own := call.epilogue.activation) is not None]
+    # What JAX derives next is the forward rule, in either mode.
+    assert "custom_vjp" not in str(jax.make_jaxpr(applied)(1.0))
+    assert applied.__name__ == "_twice"
 
 
 def test_what_accelerate_folds_is_derived_so_too() -> None:

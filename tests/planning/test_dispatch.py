@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import pallas_gemm
-from pallas_gemm import BlackwellConfig, gated_gemm, gemm
+from pallas_gemm import BlackwellConfig, gemm
 from pallas_gemm.api import arguments, request
 from pallas_gemm.call import Operands
 from pallas_gemm.device import H200, Device
@@ -285,11 +285,12 @@ def test_a_named_kernel_on_another_gpu_is_refused() -> None:
 
 
 def test_what_no_config_can_compute_is_refused_for_what_they_all_lack() -> None:
-    with pytest.raises(ValueError, match=r"hopper: tile columns must be a multiple of 128 for a g"):
+    cut = split_k(build("raster", 4, 4), 64, 2)
+    with pytest.raises(ValueError, match=r"hopper: a function that reduces needs split_k=1, got 2"):
         jax.eval_shape(
-            lambda a, b: gated_gemm(a, b, b, activation="relu", implementation="interpret"),
-            jax.ShapeDtypeStruct((72, 64), jnp.bfloat16),
-            jax.ShapeDtypeStruct((64, 16), jnp.bfloat16),
+            lambda a, b: gemm(a, b, epilogue=lambda s: s.sum(-1), schedule=cut),
+            jax.ShapeDtypeStruct((512, 4096), jnp.bfloat16),
+            jax.ShapeDtypeStruct((4096, 512), jnp.bfloat16),
         )
 
 

@@ -1,5 +1,6 @@
 """Which products with weights of few bits a kernel computes, and how it refuses others."""
 
+import itertools
 import math
 import re
 from typing import Any
@@ -47,6 +48,12 @@ def test_there_is_a_config_for_any_rows(
     # The weights alone take so long to be read.
     least = asked.n * asked.k * (0.5 if kind == jnp.int4 else 1) / 4.8e12
     assert least < prediction.seconds(asked, config, H200, WIDENED) < 1e-3
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_few_rows_have_a_config_for_any_k(gated: bool) -> None:
+    for m, k in itertools.product((1, 16, 32), (16, 64, 128, 192, 256)):
+        assert heuristics.best(problem(m, k=k, epilogue=Epilogue(gated=gated)), H200, WIDENED)
 
 
 @pytest.mark.parametrize("kind", [jnp.int4, jnp.int8])
@@ -306,11 +313,12 @@ def test_a_line_of_weights_is_as_wide_as_a_swizzle_at_least() -> None:
     assert not config.refusals(problem(), H200)
 
 
-def test_the_kernel_is_simulated_where_it_is_named() -> None:
+@pytest.mark.parametrize("k", [512, 64])
+def test_the_kernel_is_simulated_where_it_is_named(k: int) -> None:
     rng = np.random.default_rng(0)
-    x = jnp.asarray(rng.integers(-3, 4, (5, 512)).astype(jnp.bfloat16))
-    w = jnp.asarray(rng.integers(-8, 8, (512, 128)).astype(jnp.int8)).astype(jnp.int4)
-    scales = jnp.asarray((2.0 ** rng.integers(-1, 2, (4, 128))).astype(jnp.bfloat16))
+    x = jnp.asarray(rng.integers(-3, 4, (5, k)).astype(jnp.bfloat16))
+    w = jnp.asarray(rng.integers(-8, 8, (k, 128)).astype(jnp.int8)).astype(jnp.int4)
+    scales = jnp.asarray((2.0 ** rng.integers(-1, 2, (-(-k // 128), 128))).astype(jnp.bfloat16))
 
     def product(implementation: str) -> np.ndarray:
         found = pallas_gemm.gemm(x, w, col_scale=scales, implementation=implementation)

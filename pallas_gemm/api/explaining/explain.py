@@ -54,11 +54,7 @@ def explain(f: Any, *args: Any, configs: bool = False, **kwargs: Any) -> Explana
         TypeError: `f` is no function.
         ValueError: A call names a config or a kernel that cannot compute its product.
     """
-    if not callable(f):
-        raise TypeError(
-            "f must be a function, and its arguments follow it, as in explain(gemm, a, b); got"
-            f" {type(f).__name__}: {f!r:.80}"
-        )
+    _check_function(f)
     leaves, tree = jax.tree.flatten((args, kwargs))
     places = [i for i, leaf in enumerate(leaves) if arguments.is_array(leaf)]
 
@@ -117,9 +113,11 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
         `jax.shard_map`, are in that of `explain`.
 
     Raises:
+        TypeError: `f` is no function.
         Exception: A kernel or config that a call names cannot compute a device's part; the message
             says which axes of the mesh split what.
     """
+    _check_function(f)
 
     def anew(*args: Any) -> Any:
         return f(*args)
@@ -131,6 +129,14 @@ def explain_on_mesh(f: Any, *args: Any) -> Explanation:
     nothing = "no product that a mesh splits; explain has what each device computes for itself"
     entries = tuple(Entry(_decided_part(part)) for part in parts.found)
     return Explanation(entries, nothing=nothing)
+
+
+def _check_function(f: Any) -> None:
+    if not callable(f):
+        raise TypeError(
+            "f must be a function, and its arguments follow it, as in explain(gemm, a, b); got"
+            f" {type(f).__name__}: {f!r:.80}"
+        )
 
 
 def _target_of(leaves: list[Any]) -> Any:

@@ -34,7 +34,7 @@ class How:
     @classmethod
     def of(cls, bits: Any, group: Any, dtype: Any, zero_points: Any, scale_dtype: Any) -> Self:
         """Returns how arguments say that arrays are quantized, having checked them."""
-        if bits not in TYPE_OF_BITS:
+        if not isinstance(bits, int) or bits not in TYPE_OF_BITS:
             raise ValueError(f"bits must be 8 or 4, got {bits!r}")
         if group is not None and (isinstance(group, bool) or not isinstance(group, int)):
             raise ValueError(f"group must be a number of elements or None, got {group!r}")

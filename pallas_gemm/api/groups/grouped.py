@@ -25,7 +25,7 @@ from pallas_gemm.op.mesh.grouped_partition import rows_of_groups
 from pallas_gemm.op.permutation import permuted
 from pallas_gemm.planning import numerics as planned
 from pallas_gemm.planning.by_xla.xla_groups import ROWS
-from pallas_gemm.problem import SCALES, Epilogue, element_type
+from pallas_gemm.problem import SCALES, Epilogue
 
 ARRAYS = ("lhs", "rhs", "group_sizes", "group_offset")
 GROUPED_GEMM = (
@@ -244,7 +244,7 @@ def grouped_gemm(  # noqa: PLR0913 - each is a keyword
     up = None if given.up is None else groups.up(given.up, b)
     options = planned.stated(arguments.options(implementation, config, schedule, numerics))
     matrices = extras.Result(b.shape[:1], a.shape[0], b.shape[1 if transpose_b else 2])
-    factors = matrices.factors(a, b, a.shape[1], "b")
+    factors = matrices.factors(a, b, a.shape[1], "b", "up")
     of_rows = factors.pop("row_scale")
     formula, taken = extras.checked(
         given._replace(a=a, b=b, up=up),
@@ -298,10 +298,12 @@ def _general(  # noqa: PLR0913 - as of what calls it
 ) -> jax.Array:
     """Computes `ragged_dot` or `ragged_dot_general`."""
     options = planned.stated(arguments.options(None, None, None, numerics))
+    out_sharding = arguments.sharding(out_sharding)
     rhs = weight_operands.widened(rhs, lhs)
     with _as_jax_says(lhs, rhs, group_sizes, numbers):
         lhs, rhs, sizes = groups.arrays(lhs, rhs, group_sizes)
-    preferred = element_type(preferred)
+    if preferred is not None:
+        preferred = arguments.number_type("preferred_element_type", preferred)
     form = form_of(numbers, lhs.ndim, rhs.ndim)
     batch = mapped_form(numbers, lhs.ndim, rhs.ndim)
     if batch is not None and group_offset is out_sharding is None:
@@ -363,7 +365,7 @@ def _as_jax_says(*operands: Any) -> Iterator[None]:
     except TypeError as error:
         try:
             jax.eval_shape(lambda: stock_ragged_dot_general(*operands))
-        except TypeError as own:
+        except (TypeError, OverflowError) as own:
             words = str(own).strip().splitlines()[0]
             raise TypeError(f"{error}; JAX says: {words}") from None
         raise

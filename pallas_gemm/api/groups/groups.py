@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jax.lax import dot
 
 from pallas_gemm.api import arguments, notes, request
@@ -78,11 +79,16 @@ def arrays(
     """Returns the operands as arrays.
 
     Raises:
-        TypeError: One is none, or the sizes are no integers.
+        TypeError: One is none, the sizes are no integers, or nobody knows how many there are.
     """
     sizes = arguments.array("group_sizes", group_sizes)
     if not jnp.issubdtype(sizes.dtype, jnp.integer):
         raise TypeError(f"group_sizes must be integers, got {sizes.dtype}")
+    if sizes.ndim and is_symbolic_dim(sizes.shape[-1]):
+        raise TypeError(
+            "group_sizes must have a known number of groups, got shape"
+            f" [{', '.join(map(str, sizes.shape))}]: the number of rows alone may be symbolic"
+        )
     return arguments.array(names[0], lhs), arguments.array(names[1], rhs), sizes
 
 

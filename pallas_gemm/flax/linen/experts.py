@@ -65,7 +65,7 @@ class Experts(routed.Mixture, nn.Module):
         Returns:
             The result, of the inputs' shape; with the logits `[..., num_experts]` if asked for.
         """
-        routed.check(self.num_experts, self.top_k)
+        routed.check(self.num_experts, self.top_k, self.routing)
         fused.check_sizes(hidden_features=self.hidden_features)
         router = nn.Dense(
             self.num_experts,

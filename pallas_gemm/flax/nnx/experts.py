@@ -68,7 +68,7 @@ class Experts(routed.Mixture, nnx.Module):
         Raises:
             ValueError: `top_k` is more than there are experts, or less than one; or a size is none.
         """
-        routed.check(num_experts, top_k)
+        routed.check(num_experts, top_k, routing)
         fused.check_sizes(in_features=in_features, hidden_features=hidden_features)
         options: Any = {"use_bias": False, "precision": routed.ROUTER_PRECISION}
         self.router = nnx.Linear(in_features, num_experts, rngs=rngs, **options)

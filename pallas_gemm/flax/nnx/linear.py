@@ -140,14 +140,20 @@ def projections(inputs: jax.Array, layers: Sequence[nnx.Linear]) -> tuple[jax.Ar
     kernels: list[Any] = [layer.kernel[...] for layer in layers]
     biases = [value_of(layer.bias) for layer in layers]
     inputs, *ready = promoted(first, inputs, *kernels, *biases)
-    return own_projections.projections(
-        inputs,
-        ready[: len(layers)],
-        biases=ready[len(layers) :],
-        precision=first.precision,
-        preferred_element_type=first.preferred_element_type,
-        **fused.how(first),
-    )
+    wanted = {"preferred_element_type": first.preferred_element_type}
+    given = list(zip(ready[: len(layers)], ready[len(layers) :], strict=True))
+    each = [fused.with_result((inputs, *own), None, wanted) for own in given]
+
+    def computed(own: Sequence[Any], options: dict[str, Any]) -> tuple[jax.Array, ...]:
+        dtype = options["preferred_element_type"]
+        w, biases = zip(*own, strict=True)
+        how = fused.how(first) | {"precision": first.precision, "preferred_element_type": dtype}
+        return own_projections.projections(inputs, w, biases=biases, **how)
+
+    # A bias that not all layers have may make results of some wider.
+    if all(options == each[0] for options in each):
+        return computed(given, each[0])
+    return tuple(computed([own], options)[0] for own, options in zip(given, each, strict=True))
 
 
 _OF_STOCK_LAYERS = ("dtype", "precision", "preferred_element_type", "promote_dtype")

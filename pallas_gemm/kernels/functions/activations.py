@@ -100,10 +100,22 @@ def kernel_refusal(activation: Activation | None) -> str | None:
 
 
 @functools.lru_cache(maxsize=256)
+def as_derived(activation: Activation) -> Activation:
+    """Returns an activation where it is derived: a `jax.custom_vjp` in it runs its forward rule.
+
+    JAX derives that rule for a second derivative, and not the user's gradient.
+    """
+    if "custom_vjp_call" not in _primitives(activation):
+        return activation
+    return functools.wraps(activation)(lambda x: jax.vjp(activation, x)[0])
+
+
+@functools.lru_cache(maxsize=256)
 def _primitives(activation: Activation) -> frozenset[str]:
     """Returns the names of all primitives of an activation, having checked what it is."""
     try:
-        jaxpr = jax.make_jaxpr(activation)(jax.ShapeDtypeStruct(_PROBE, jnp.float32))
+        probe = jax.ShapeDtypeStruct(_PROBE, jnp.float32)
+        jaxpr, returned = jax.make_jaxpr(activation, return_shape=True)(probe)
     except jax.errors.TracerArrayConversionError:
         numpy_name = activation.__name__ if isinstance(activation, np.ufunc) else "maximum"
         raise TypeError(
@@ -117,11 +129,12 @@ def _primitives(activation: Activation) -> frozenset[str]:
             f" but tracing it raised {type(error).__name__}: {error}"
         ) from error
     _refuse_captured(activation, jaxpr.consts)
-    results: list[Any] = jaxpr.out_avals
-    if [(result.shape, result.dtype) for result in results] != [(_PROBE, jnp.float32)]:
+    if jax.tree.leaves_with_path(returned) != [((), probe)]:
+        kind = f"a {type(returned).__name__} of " if isinstance(returned, tuple | list) else ""
+        results = ", ".join(map(str, jaxpr.out_avals)) or "nothing"
         raise TypeError(
             f"activation={activation!r} must turn a float32 array into one of the same shape, but"
-            f" it turns float32{list(_PROBE)} into {', '.join(map(str, results)) or 'nothing'}"
+            f" it turns float32{list(_PROBE)} into {kind}{results}"
         )
     names = set()
     for equation in _equations(jaxpr.jaxpr):

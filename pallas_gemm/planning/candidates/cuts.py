@@ -76,7 +76,7 @@ def joined_by_all[Config: GemmConfig](
     config: Config, problem: Problem, chunks: int, workers: int
 ) -> Config:
     """Returns the config with chunks so narrow that there is one for each worker, if possible."""
-    smallest = min(dtype.itemsize for dtype in problem.result_dtypes)
+    smallest = min(dtype.itemsize for dtype in (problem.out_dtype, *problem.result_dtypes))
     narrowest = max(NARROWEST, 2 * NARROWEST // smallest)
     columns = config.store_columns
     while columns > narrowest and chunks < workers:

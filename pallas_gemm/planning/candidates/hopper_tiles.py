@@ -150,7 +150,9 @@ def _is_filled(rows: int, columns: int, problem: Problem, *, mirrored: bool) -> 
     """Whether at least half of a tile is not beyond the edge, or it is the smallest."""
     across = problem.sums * problem.n
     m, n = (across, problem.m) if mirrored else (problem.m, across)
-    narrowest = PANEL if is_narrow(problem) and not mirrored else 16
+    narrowest = PANEL if is_narrow(problem) and not mirrored else NARROWEST
+    # A tile of two sums has a panel of each.
+    narrowest = 2 * PANEL if problem.epilogue.gated else narrowest
     return (rows < 2 * m or rows == min(COLUMNS)) and (columns < 2 * n or columns == narrowest)
 
 

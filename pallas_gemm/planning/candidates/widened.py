@@ -5,7 +5,6 @@ them as fast as they come. The tensor cores limit a product of many rows.
 """
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -199,13 +198,9 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
     if cut is not None:
         return
     columns = _columns_of_groups(problem) if problem.groups else _columns(problem, device)
-    kind = _kind(problem)
-    for cols, step in itertools.product(columns, kind.steps):
-        for rows, consumers, along_k in kind.narrow_forms if cols <= NARROW else kind.forms:
-            # A gated column has two rows of sums.
+    for cols in columns:
+        for step, rows, consumers, along_k in _forms(problem, cols):
             tile = rows * problem.sums, cols
-            if tile[0] // consumers > _most_rows(problem, cols, (consumers, along_k), step):
-                continue
             sums = tile[0] // consumers * cols // WARPGROUP_THREADS
             if sums > MOST_SUMS:
                 continue
@@ -216,6 +211,25 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
                 if config is not None:
                     yield config
                     yield from _shared_by_all(problem, config, device)
+
+
+def _forms(problem: Problem, cols: int) -> list[tuple[int, int, int, int]]:
+    """Returns contracted elements of a step, and what `Kind` says of a form.
+
+    Few rows have forms of their own, unless k is so short that none of them has steps for all.
+    """
+    kind = _kind(problem)
+
+    def fits(step: int, rows: int, consumers: int, along_k: int) -> bool:
+        # A gated column has two rows of sums.
+        most = consumers * _most_rows(problem, cols, (consumers, along_k), step)
+        return along_k <= -(-problem.k // step) and rows * problem.sums <= most
+
+    narrow, every = (
+        [own for step in kind.steps for form in forms if fits(*(own := (step, *form)))]
+        for forms in (kind.narrow_forms, kind.forms)
+    )
+    return narrow if cols <= NARROW and narrow else every
 
 
 def _most_rows(problem: Problem, cols: int, warpgroups: tuple[int, int], step: int) -> int:

@@ -17,6 +17,7 @@ import pallas_gemm
 from pallas_gemm import (
     dot_general,
     explain,
+    explain_on_mesh,
     gated_gemm,
     gemm,
     grouped_gemm,
@@ -76,6 +77,8 @@ def test_what_is_printed_is_a_config(target: str, kernel: str) -> None:
 def test_what_is_no_function_is_not_explained() -> None:
     with pytest.raises(TypeError, match=r"as in explain\(gemm, a, b\); got ShapeDtypeStruct"):
         explain(_shape(256, 256), _shape(256, 256), alpha=2)
+    with pytest.raises(TypeError, match=r"f must be a function, .* got NoneType"):
+        explain_on_mesh(None, _shape(256, 256))
 
 
 def test_on_a_cpu_xla_computes_and_the_reason_is_given() -> None:

@@ -325,6 +325,7 @@ def test_what_is_no_such_layer_is_refused() -> None:
     ("given", "message"),
     [
         ({"bits": 3}, "bits must be 8 or 4, got 3"),
+        ({"bits": [8]}, r"bits must be 8 or 4, got \[8\]"),
         ({"group": 0}, "group must be at least 1, got 0"),
         ({"group": 2.0}, "group must be a number of elements or None, got 2.0"),
         ({"group": 12}, r"a multiple of group=12, got 16 in \[16, 8\] .*; group=4 would fit"),
