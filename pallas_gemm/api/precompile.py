@@ -206,11 +206,12 @@ class _Product:
         problem, own = self.problem, self.problem.blocks
         if own is None:
             return {}
-        deep, found = problem.k // own.k, {}
+        (of_rows, *of_columns), deep = SCALES, problem.k // own.k
+        found = {}
         if own.rows:
-            found["row_scale"] = (*problem.a_shape[:-2], problem.m // own.rows, deep)
+            found[of_rows] = (*problem.a_shape[:-2], problem.m // own.rows, deep)
         right = (*problem.b_shape[:-2], deep, problem.n // own.columns) if own.columns else None
-        for name, zeros in list(zip(SCALES[1:], ZEROS, strict=True))[: problem.sums]:
+        for name, zeros in list(zip(of_columns, ZEROS, strict=True))[: problem.sums]:
             found |= {name: right} if right else {}
             found |= {zeros: right} if own.zeros else {}
         return {name: jax.ShapeDtypeStruct(x, jnp.float32) for name, x in found.items()}

@@ -129,12 +129,14 @@ def _primitives(activation: Activation) -> frozenset[str]:
             f" but tracing it raised {type(error).__name__}: {error}"
         ) from error
     _refuse_captured(activation, jaxpr.consts)
-    if jax.tree.leaves_with_path(returned) != [((), probe)]:
+    results: list[Any] = jaxpr.out_avals
+    is_one = jax.tree.structure(returned) == jax.tree.structure(probe)
+    if not is_one or [(x.shape, x.dtype) for x in results] != [(_PROBE, jnp.float32)]:
         kind = f"a {type(returned).__name__} of " if isinstance(returned, tuple | list) else ""
-        results = ", ".join(map(str, jaxpr.out_avals)) or "nothing"
+        shown = ", ".join(map(str, results)) or "nothing"
         raise TypeError(
             f"activation={activation!r} must turn a float32 array into one of the same shape, but"
-            f" it turns float32{list(_PROBE)} into {kind}{results}"
+            f" it turns float32{list(_PROBE)} into {kind}{shown}"
         )
     names = set()
     for equation in _equations(jaxpr.jaxpr):
