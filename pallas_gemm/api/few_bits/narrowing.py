@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import math
+import numbers
 from typing import Any, Self
 
 import jax
@@ -34,7 +35,7 @@ class How:
     @classmethod
     def of(cls, bits: Any, group: Any, dtype: Any, zero_points: Any, scale_dtype: Any) -> Self:
         """Returns how arguments say that arrays are quantized, having checked them."""
-        if not isinstance(bits, int) or bits not in TYPE_OF_BITS:
+        if not isinstance(bits, numbers.Real) or bits not in TYPE_OF_BITS:
             raise ValueError(f"bits must be 8 or 4, got {bits!r}")
         if group is not None and (isinstance(group, bool) or not isinstance(group, int)):
             raise ValueError(f"group must be a number of elements or None, got {group!r}")

@@ -35,7 +35,7 @@ def _bits(numbers: Any, shifts: list[int]) -> np.ndarray:
 @pytest.mark.parametrize(
     ("how", "most"),
     [
-        ({"bits": 8}, 127),
+        ({"bits": np.int64(8)}, 127),
         ({"bits": 4}, 7),
         ({"bits": 4, "zero_points": True}, 15),
         ({"dtype": "e4m3"}, 448),
