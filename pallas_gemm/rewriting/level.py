@@ -113,7 +113,7 @@ class Level:
         return max((self._depth.get(x, 0) for x in variables(equation)), default=0)
 
     def is_read_deeper(self, x: Any, depth: int) -> bool:
-        """Whether an equation reads a value beside another one of more than a depth."""
+        """Whether one of a value's readers also reads a value of more than this depth."""
         depths = self._depth
         for equation in self._readers.get(x, ()):
             for y in equation.invars:
