@@ -222,6 +222,7 @@ SCALED = {"row_scale": OF_ROWS, "transpose_b": True, "preferred_element_type": j
     ("f", "operands", "options"),
     [
         (pallas_gemm.gemm, (ROWS, WEIGHTS), SCALED | {"col_scale": OF_BLOCKS}),
+        (pallas_gemm.gemm, (ROWS, WEIGHTS), SCALED | {"row_scale": STRUCT((4, 8), jnp.float32)}),
         (pallas_gemm.group_sums, (ROWS, WEIGHTS, SIZES), SCALED | {"col_scale": OF_COLUMNS}),
         (gated_gemm, (WIDE, BITS, BITS), {"gate_scale": OF_COLUMNS, "up_scale": OF_COLUMNS}),
         (
@@ -241,7 +242,7 @@ def test_scales_of_blocks(
     assert planned.problem.blocks is not None
     [done] = precompile([planned.problem], "h200")
     assert done.decision == planned
-    if f is pallas_gemm.gemm:
+    if f is pallas_gemm.gemm and "col_scale" in options:
         # As arrays, they are operands too, and two products that take them are one.
         given = options | {"col_scale": np.ones((8, 16), np.float32)}
         every = precompile([(512, 2048, 1024)] * 2, "h200", dtype="e4m3", **given)
