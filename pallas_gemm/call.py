@@ -237,7 +237,7 @@ class Call:
         left, right = given.row_blocks, given.col_blocks
         deep = left[0][-1] if left else right[0][-2]
         rows, columns = left and left[0][-2], right and right[0][-1]
-        # Nothing of k has no blocks.
+        # An empty k has no blocks.
         sizes = (k // deep if deep else 1, m // rows if rows else 0, n // columns if columns else 0)
         return Blocks(*sizes, zeros=self.epilogue.col_zeros)
 

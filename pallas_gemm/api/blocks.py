@@ -166,7 +166,7 @@ def alike(given: Operands) -> Operands:
     axes = {name: -1 if name == BLOCKS[0] else -2 for name in BLOCKS}
     scales = {name: x for name in BLOCKS if (x := getattr(given, name)) is not None}
     counts = [x.shape[axes[name]] for name, x in scales.items()]
-    # Nothing of k is one block, or none.
+    # An empty k is one block, or none.
     most = min(counts) if 0 in counts else max(counts, default=1)
     found = {}
     for name, x in scales.items():

@@ -394,7 +394,7 @@ def _number(name: str, value: Any, least: Any, most: Any) -> float:
         ValueError: It is beyond the bounds.
     """
     own = arguments.number(name, value)
-    # Of NumPy, the limits would round it.
+    # Limits of NumPy's types would round the number.
     if not float(least) <= own <= float(most):
         raise ValueError(f"{name} must be a number from {least:g} to {most:g}, got {value!r}")
     return own

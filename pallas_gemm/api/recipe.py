@@ -208,7 +208,7 @@ def _as_matrices(
     found = product(
         recipe,
         rows.matrix(lhs),
-        # What is contracted is in the order that the inputs have it in.
+        # Both have contracted dimensions in the order of the inputs.
         Rows(rhs.shape[: len(right)], (1,) * len(right)).matrix(rhs),
         preferred_element_type=dtype,
         out_sharding=of_matrix(split, dims),

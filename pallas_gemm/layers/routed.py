@@ -190,7 +190,7 @@ def checked(choice: Any, tokens: int, top_k: int) -> Choice:
         f"{x.dtype}{list(x.shape)}" if arguments.is_array(x) else type(x).__name__ for x in given
     )
     raise TypeError(
-        "routing must return the weights, of floats, and the numbers of experts, of integers, both"
+        "routing must return weights (floats) and numbers of experts (integers), both"
         f" [{tokens}, {top_k}], got {' and '.join(types)}"
     )
 

@@ -213,7 +213,10 @@ def _routed(routing: Any, experts: int = EXPERTS) -> jax.Array:
     ],
 )
 def test_what_a_routing_function_may_not_return_is_named(returned: Any, got: str) -> None:
-    message = r"^routing must return the weights, .* both \[6, 2\], got "
+    message = (
+        r"^routing must return weights \(floats\) and numbers of experts \(integers\), both"
+        r" \[6, 2\], got "
+    )
     with pytest.raises(TypeError, match=f"{message}{got}$"):
         _routed(lambda *_: returned)
     with pytest.raises(TypeError, match=r"routing must be a function .* got 'softmax'"):

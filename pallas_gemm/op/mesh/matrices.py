@@ -1,8 +1,8 @@
 """Arrays of several dimensions as matrices, and back: on an explicit mesh, too.
 
 JAX has no type for a dimension that is merged from several of which an inner one is split. Here
-axes that split any of them split what they are merged into. So that nothing is sent, the rows of a
-device follow each other in the matrix:
+axes that split any of them split what they are merged into. The rows of a device follow each other
+in the matrix, so that nothing is sent:
 
     [examples, positions along x, features]
     [examples, x, own positions, features]

@@ -214,9 +214,10 @@ def candidates(problem: Problem, device: Device, cut: object = None) -> Iterator
 
 
 def _forms(problem: Problem, cols: int) -> list[tuple[int, int, int, int]]:
-    """Returns contracted elements of a step, and what `Kind` says of a form.
+    """Returns the forms to consider: contracted elements of a step, then the numbers of a form.
 
-    Few rows have forms of their own, unless k is so short that none of them has steps for all.
+    Few rows have forms of their own. If k is so short that some warpgroups of each such form would
+    have no step, all forms count.
     """
     kind = _kind(problem)
 
