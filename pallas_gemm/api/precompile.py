@@ -127,8 +127,8 @@ def precompile(
         residual: There is a residual.
         gated: Each is a `gated_gemm`.
         progress: Called with what became of each distinct product.
-        **options: Other arguments of `gemm` or `gated_gemm`, such as `activation`, `transpose_b` and
-            `config`. Arrays, such as scales, may be a `jax.ShapeDtypeStruct`.
+        **options: Other arguments of `gemm` or `gated_gemm`, such as `activation` and `config`.
+            Arrays, such as scales, may be a `jax.ShapeDtypeStruct`.
 
     Returns:
         The outcome of each, in the order of `shapes`.

@@ -122,7 +122,8 @@ def test_weights_of_distances_are_those_that_are_added_up(
         weights = 1 / (jnp.maximum(distances, 0) + 1 / 64)
         # No kernel reduces the precision.
         factor = lax.reduce_precision(weights, 8, 7) if where == "sums" else weights
-        moved = (factor.astype(BF16) @ x).astype(jnp.float32)
+        # Both parts meet some operations after the product.
+        moved = -lax.neg((factor.astype(BF16) @ x).astype(jnp.float32))
         return moved - jnp.sum(weights, -1, keepdims=True) * x.astype(jnp.float32)
 
     x = normal(np.random.default_rng(0), (64, 64), BF16)
